@@ -1,0 +1,234 @@
+// XLA FFI handlers for the CPU: bind, validate, run the three stages on XLA's own thread pool.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <thread>
+
+#include "handlers.h"
+#include "kernels_cpu.h"
+
+namespace globalclip {
+namespace {
+
+const CpuKernels& kernels() {
+  static const CpuKernels& best = []() -> const CpuKernels& {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+      return kCpuKernelsAvx2;
+    return kCpuKernelsBaseline;
+  }();
+  return best;
+}
+
+// XLA flushes subnormals on its threads. Inside a task they count for what they are, on every thread alike.
+class KeepSubnormals {
+ public:
+  KeepSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }
+  ~KeepSubnormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+};
+
+// `work(i)` for every i below `count`, by the caller and by helpers from XLA's pool.
+//
+// Scheduling tasks and waiting for them deadlocks when every thread of the pool does so. Here nobody waits for a task
+// that has not begun: all claim numbers from one counter, the caller too until none is left, and then it waits only for
+// numbers already claimed. A helper that starts late finds nothing to claim and never touches `work`.
+template <class Work>
+void parallel_for(ffi::ThreadPool& pool, int64_t count, const Work& work) {
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto shared = std::make_shared<Shared>();
+  auto claim = [shared, count, work = &work] {
+    KeepSubnormals keep;
+    for (int64_t i; (i = shared->next.fetch_add(1)) < count; shared->done.fetch_add(1)) (*work)(i);
+  };
+  for (int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1; helpers > 0; --helpers)
+    pool.Schedule(std::function<void()>(claim));
+  claim();
+  for (int spins = 0; shared->done.load() < count; ++spins)
+    if (spins < 1000) _mm_pause(); else std::this_thread::yield();
+}
+
+// A run of neighbouring chunks long enough to be worth a claim.
+constexpr uint32_t kChunksAClaim = 8;
+
+// `work(table, chunk index, chunk)` for every chunk of every table.
+template <class Work>
+void for_each_chunk(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables, const Work& work) {
+  std::vector<int64_t> first_run;  // prefix sums of runs over tables
+  int64_t runs = 0;
+  for (const LeafTable& table : tables) {
+    first_run.push_back(runs);
+    runs += (table.chunks() + kChunksAClaim - 1) / kChunksAClaim;
+  }
+  parallel_for(pool, runs, [&](int64_t run) {
+    const size_t t = std::upper_bound(first_run.begin(), first_run.end(), run) - first_run.begin() - 1;
+    const LeafTable& table = tables[t];
+    const uint32_t begin = static_cast<uint32_t>(run - first_run[t]) * kChunksAClaim;
+    const uint32_t end = std::min(begin + kChunksAClaim, table.chunks());
+    int leaf = table.leaf_of(begin);
+    for (uint32_t i = begin; i < end; ++i) {
+      while (table.first_chunk[leaf + 1] <= i) ++leaf;
+      work(table, i, table.chunk(i, leaf));
+    }
+  });
+}
+
+// Stage 1: one partial a chunk. Stage 2 a leaf: the leaf's partials, added in chunk order.
+std::vector<Total> leaf_totals(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables) {
+  const int64_t chunks = tables.empty() ? 0 : tables.back().chunk_offset + tables.back().chunks();
+  std::vector<SumSquares> partials(chunks);
+  for_each_chunk(pool, tables, [&](const LeafTable& table, uint32_t i, const Chunk& chunk) {
+    partials[table.chunk_offset + i] = kernels().sum_squares(chunk);
+  });
+  std::vector<Total> totals;
+  for (const LeafTable& table : tables)
+    for (int leaf = 0; leaf < table.num_leaves; ++leaf) {
+      Total& total = totals.emplace_back();
+      for (uint32_t i = table.first_chunk[leaf]; i < table.first_chunk[leaf + 1]; ++i)
+        total.add(partials[table.chunk_offset + i]);
+    }
+  return totals;
+}
+
+int32_t saturated(int64_t count) { return static_cast<int32_t>(std::min<int64_t>(count, INT32_MAX)); }
+
+template <class T>
+void write_sums(const std::vector<Total>& totals, const SumsOperands& operands) {
+  T* rows = static_cast<T*>(operands.sums);
+  if (operands.per_leaf) {
+    for (size_t i = 0; i < totals.size(); ++i) {
+      const Total total = operands.counted[i] ? totals[i] : Total{};
+      put_sum_row(normalize(total), rows + 3 * i);
+      operands.nonfinite[i] = saturated(total.nonfinite);
+    }
+    return;
+  }
+  Total all;
+  for (size_t i = 0; i < totals.size(); ++i)
+    if (operands.counted[i]) all.add(totals[i]);
+  put_sum_row(normalize(all), rows);
+  operands.nonfinite[0] = saturated(all.nonfinite);
+}
+
+// Stage 2 of the whole tree: norms[0] is the tree's, norms[1 + i] leaf i's; one op for all leaves, or one for each.
+template <class T>
+void write_norms(const std::vector<Total>& totals, const NormOperands& operands) {
+  const T max_norm = *static_cast<const T*>(operands.max_norm);
+  T* norms = static_cast<T*>(operands.norms);
+  ScaleOp<T>* ops = static_cast<ScaleOp<T>*>(operands.ops);
+  Total all;
+  for (const Total& total : totals) all.add(total);
+  const bool any_nonfinite = all.nonfinite > 0;
+  const NormAndOp<T> whole =
+      finish<T>(normalize(all), any_nonfinite, max_norm, *operands.loss_scale, operands.on_nonfinite);
+  norms[0] = whole.norm;
+  if (!operands.per_leaf) ops[0] = whole.op;
+  for (size_t i = 0; i < totals.size(); ++i) {
+    const NormAndOp<T> one =
+        finish<T>(normalize(totals[i]), any_nonfinite, max_norm, *operands.loss_scale, operands.on_nonfinite);
+    norms[1 + i] = one.norm;
+    operands.nonfinite[i] = saturated(totals[i].nonfinite);
+    if (operands.per_leaf) ops[i] = one.op;
+  }
+}
+
+// Stage 3, last chunks first: they are the ones still in the cache.
+template <class T>
+void scale_chunks(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables, const void* op_data, bool per_leaf) {
+  const ScaleOp<T>* ops = static_cast<const ScaleOp<T>*>(op_data);
+  if (!per_leaf && ops[0].kind() == Mode::kKeep) return;
+  for_each_chunk(pool, tables, [&](const LeafTable& table, uint32_t, const Chunk& chunk) {
+    const ScaleOp<T>& op = ops[per_leaf ? table.first_leaf + chunk.leaf : 0];
+    if constexpr (sizeof(T) == sizeof(float)) kernels().scale_float(chunk, op);
+    else kernels().scale_double(chunk, op);
+  });
+}
+
+void write_norms(const std::vector<Total>& totals, const NormOperands& operands) {
+  KeepSubnormals keep;
+  if (operands.dtype == DType::kF64) write_norms<double>(totals, operands);
+  else write_norms<float>(totals, operands);
+}
+
+void run_scale(ffi::ThreadPool& pool, const std::vector<Leaf>& leaves, const ScaleOperands& operands) {
+  const std::vector<LeafTable> tables = make_leaf_tables(leaves);
+  if (operands.dtype == DType::kF64) scale_chunks<double>(pool, tables, operands.ops, operands.per_leaf);
+  else scale_chunks<float>(pool, tables, operands.ops, operands.per_leaf);
+}
+
+void copy_if_apart(const AliasedLeaves& aliased) {
+  for (size_t i = 0; i < aliased.leaves.size(); ++i) {
+    const Leaf& leaf = aliased.leaves[i];
+    if (leaf.data != aliased.sources[i]) memcpy(leaf.data, aliased.sources[i], leaf.size * element_bytes(leaf.dtype));
+  }
+}
+
+ffi::Error Sums(ffi::ThreadPool pool, ffi::AnyBuffer counted, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                bool per_leaf) {
+  std::vector<Leaf> leaves;
+  SumsOperands operands{};
+  FFI_RETURN_IF_ERROR(bind_sums(counted, args, rets, per_leaf, &leaves, &operands));
+  const std::vector<Total> totals = leaf_totals(pool, make_leaf_tables(leaves));
+  KeepSubnormals keep;
+  if (operands.dtype == DType::kF64) write_sums<double>(totals, operands);
+  else write_sums<float>(totals, operands);
+  return ffi::Error::Success();
+}
+
+ffi::Error Norm(ffi::ThreadPool pool, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale, ffi::RemainingArgs args,
+                ffi::RemainingRets rets, bool per_leaf, int32_t on_nonfinite) {
+  std::vector<Leaf> leaves;
+  NormOperands operands;
+  FFI_RETURN_IF_ERROR(
+      bind_norm("norm", max_norm, loss_scale, args, rets, per_leaf, on_nonfinite, &leaves, &operands));
+  write_norms(leaf_totals(pool, make_leaf_tables(leaves)), operands);
+  return ffi::Error::Success();
+}
+
+ffi::Error Scale(ffi::ThreadPool pool, ffi::AnyBuffer ops, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 bool per_leaf) {
+  AliasedLeaves aliased;
+  ScaleOperands operands;
+  FFI_RETURN_IF_ERROR(bind_scale(ops, args, rets, per_leaf, &aliased, &operands));
+  copy_if_apart(aliased);
+  run_scale(pool, aliased.leaves, operands);
+  return ffi::Error::Success();
+}
+
+ffi::Error Clip(ffi::ThreadPool pool, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale, ffi::RemainingArgs args,
+                ffi::RemainingRets rets, bool per_leaf, int32_t on_nonfinite) {
+  AliasedLeaves aliased;
+  NormOperands operands;
+  FFI_RETURN_IF_ERROR(bind_clip(max_norm, loss_scale, args, rets, per_leaf, on_nonfinite, &aliased, &operands));
+  copy_if_apart(aliased);
+  write_norms(leaf_totals(pool, make_leaf_tables(aliased.leaves)), operands);
+  run_scale(pool, aliased.leaves, {operands.dtype, operands.ops, per_leaf});
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+GLOBALCLIP_HANDLER(optax_globalclip_sums_cpu_v1, Sums,
+                   ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets()
+                       .Attr<bool>("per_leaf"));
+GLOBALCLIP_HANDLER(optax_globalclip_norm_cpu_v1, Norm,
+                   ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs()
+                       .RemainingRets().Attr<bool>("per_leaf").Attr<int32_t>("on_nonfinite"));
+GLOBALCLIP_HANDLER(optax_globalclip_scale_cpu_v1, Scale,
+                   ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets()
+                       .Attr<bool>("per_leaf"));
+GLOBALCLIP_HANDLER(optax_globalclip_clip_cpu_v1, Clip,
+                   ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs()
+                       .RemainingRets().Attr<bool>("per_leaf").Attr<int32_t>("on_nonfinite"));
+
+}  // namespace globalclip
+
+// The XLA FFI version of the headers this was built with, to be compared with the running jaxlib's before registering.
+extern "C" __attribute__((visibility("default"))) int optax_globalclip_xla_ffi_minor() { return XLA_FFI_API_MINOR; }

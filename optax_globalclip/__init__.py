@@ -1,0 +1,17 @@
+"""Global gradient-norm clipping for JAX: right in every dtype and at every magnitude, native on CPU and CUDA."""
+
+from optax_globalclip._clip import ClipState, clip_tree, global_clip, per_tensor_clip
+from optax_globalclip._norm import global_norm, leaf_norms
+from optax_globalclip._report import backend_info, clip_metrics
+
+__version__ = "0.1.0"
+__all__ = [
+    "ClipState",
+    "backend_info",
+    "clip_metrics",
+    "clip_tree",
+    "global_clip",
+    "global_norm",
+    "leaf_norms",
+    "per_tensor_clip",
+]

@@ -1,0 +1,114 @@
+"""The native libraries: loaded, checked, registered, and one function for each target. The one user of `jax.ffi`."""
+
+import ctypes
+import functools
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_globalclip import _reference
+
+PLATFORMS = ("cpu", "cuda")
+_TARGETS = ("sums", "norm", "scale", "clip")
+_VERSION = 1
+_FOLDER = pathlib.Path(__file__).parent
+
+
+class Status(NamedTuple):
+  """Whether a platform's native library is in use, and if not, why."""
+  available: bool
+  reason: str
+
+
+def target_name(stage: str, platform: str) -> str:
+  return f"optax_globalclip_{stage}_{platform}_v{_VERSION}"
+
+
+def _jaxlib_ffi_minor() -> int | None:
+  """The XLA FFI minor version of the running jaxlib, from the header it ships; None where it ships none."""
+  header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+  found = re.search(r"define XLA_FFI_API_MINOR (\d+)", header.read_text()) if header.exists() else None
+  return int(found.group(1)) if found else None
+
+
+@functools.cache
+def status(platform: str) -> Status:
+  """Loads and registers a platform's library on first use."""
+  if platform not in PLATFORMS:
+    return Status(False, f"no native code for platform {platform!r}")
+  path = _FOLDER / f"optax_globalclip_{platform}.so"
+  if not path.exists():
+    return Status(False, f"{path.name} was not built (BUILD.md says how)")
+  try:
+    library = ctypes.CDLL(str(path))
+  except OSError as error:
+    return Status(False, f"{path.name} does not load: {error}")
+  built, running = library.optax_globalclip_xla_ffi_minor(), _jaxlib_ffi_minor()
+  if running is None or built > running:
+    return Status(False, f"{path.name} was built with XLA FFI 0.{built}, newer than this jaxlib's "
+                         f"{'(unknown)' if running is None else f'0.{running}'}: build it against an older jaxlib")
+  for stage in _TARGETS:
+    name = target_name(stage, platform)
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)),
+                                platform={"cpu": "cpu", "cuda": "CUDA"}[platform])
+  return Status(True, str(path))
+
+
+def backend() -> str:
+  """The value of OPTAX_GLOBALCLIP_BACKEND."""
+  value = os.environ.get("OPTAX_GLOBALCLIP_BACKEND", "auto")
+  if value not in ("auto", "native", "reference"):
+    raise ValueError(f"OPTAX_GLOBALCLIP_BACKEND must be 'auto', 'native' or 'reference', got {value!r}")
+  return value
+
+
+def use_native(platform: str, mode: str) -> bool:
+  """Whether computations lowered for `platform` take the native path; an error where `mode` says so and they cannot."""
+  if mode == "reference":
+    return False
+  found = status(platform)
+  if mode == "native" and not found.available:
+    raise RuntimeError(f"OPTAX_GLOBALCLIP_BACKEND=native, but on {platform}: {found.reason}. Build the native library "
+                       "with `pip install .` from a checkout (BUILD.md), or unset the variable.")
+  return found.available
+
+
+def _results(leaves: Sequence[jax.Array], per_leaf: bool):
+  n, dtype = len(leaves), _reference.norm_dtype(leaves)
+  return (jax.ShapeDtypeStruct((n + 1,), dtype), jax.ShapeDtypeStruct((n,), jnp.int32),
+          jax.ShapeDtypeStruct((n if per_leaf else 1, 3), dtype))
+
+
+def _like(leaves):
+  return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def sums(platform, counted, leaves, *, per_leaf):
+  k, dtype = len(leaves) if per_leaf else 1, _reference.norm_dtype(leaves)
+  results = (jax.ShapeDtypeStruct((k, 3), dtype), jax.ShapeDtypeStruct((k,), jnp.int32))
+  return jax.ffi.ffi_call(target_name("sums", platform), results)(counted, *leaves, per_leaf=per_leaf)
+
+
+def norm(platform, max_norm, loss_scale, leaves, *, per_leaf, on_nonfinite):
+  return jax.ffi.ffi_call(target_name("norm", platform), _results(leaves, per_leaf))(
+      max_norm, loss_scale, *leaves, per_leaf=per_leaf, on_nonfinite=np.int32(on_nonfinite))
+
+
+def scale(platform, ops, leaves, *, per_leaf):
+  call = jax.ffi.ffi_call(target_name("scale", platform), _like(leaves),
+                          input_output_aliases={i + 1: i for i in range(len(leaves))})
+  return call(ops, *leaves, per_leaf=per_leaf)
+
+
+def clip(platform, max_norm, loss_scale, leaves, *, per_leaf, on_nonfinite):
+  call = jax.ffi.ffi_call(target_name("clip", platform), _results(leaves, per_leaf) + _like(leaves),
+                          input_output_aliases={i + 2: i + 3 for i in range(len(leaves))})
+  norms, nonfinite, ops, *clipped = call(max_norm, loss_scale, *leaves, per_leaf=per_leaf,
+                                         on_nonfinite=np.int32(on_nonfinite))
+  return norms, nonfinite, ops, tuple(clipped)

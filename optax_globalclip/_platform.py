@@ -1,0 +1,115 @@
+"""Platform dispatch: one primitive a step, lowered to native code or to the reference when the platform is known.
+
+Only the path that is taken is ever traced: a branch for each platform, as `lax.platform_dependent` traces them, would
+trace the reference for every leaf of every tree.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from optax_globalclip import _compat, _native, _reference
+
+# One call with n aliased results costs XLA's compiler n^2: past this many, calls of a batch each.
+_ALIASED_LEAVES_A_CALL = 64
+_FUSED_LEAVES = 256
+
+
+def _sums(platform, counted, *leaves, per_leaf):
+  if platform is None:
+    return _reference.sums(counted, leaves, per_leaf=per_leaf)
+  return _native.sums(platform, counted, leaves, per_leaf=per_leaf)
+
+
+def _norm(platform, max_norm, loss_scale, *leaves, per_leaf, on_nonfinite):
+  options = dict(per_leaf=per_leaf, on_nonfinite=on_nonfinite)
+  if platform is None:
+    return _reference.norm(max_norm, loss_scale, leaves, **options)
+  return _native.norm(platform, max_norm, loss_scale, leaves, **options)
+
+
+def scale_stage(platform: str | None, scale_stage: str, leaves) -> str:
+  """Where the scaling happens, "kernel" or "xla": the one rule behind `scale_stage="auto"`."""
+  if platform is None:
+    return "xla"
+  if scale_stage != "auto":
+    return scale_stage
+  if platform == "cpu":
+    return "kernel"
+  # In front of an elementwise optimizer XLA folds the scale into its loops for free, where a kernel would read and
+  # write everything once more; what fits in the L2 cache is the kernel's.
+  return "kernel" if sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) <= 32 * 2**20 else "xla"
+
+
+def scale_leaves(platform, ops, leaves, *, per_leaf, stage, out_dtypes, divides, zeroes):
+  """The op applied to every leaf: by aliased calls of the kernel where dtypes stay, else by XLA."""
+  in_kernel = [i for i, leaf in enumerate(leaves) if stage == "kernel" and leaf.dtype == out_dtypes[i]]
+  out = list(leaves)
+  for first in range(0, len(in_kernel), _ALIASED_LEAVES_A_CALL):
+    batch = in_kernel[first:first + _ALIASED_LEAVES_A_CALL]
+    op = ops[np.asarray(batch)] if per_leaf else ops
+    for i, scaled in zip(batch, _native.scale(platform, op, [leaves[i] for i in batch], per_leaf=per_leaf)):
+      out[i] = scaled
+  for i in set(range(len(leaves))) - set(in_kernel):
+    out[i] = _reference.scale(leaves[i], ops[i if per_leaf else 0], out_dtypes[i], divides=divides,
+                              zeroes=zeroes)
+  return tuple(out)
+
+
+def _clip(platform, max_norm, loss_scale, *leaves, per_leaf, on_nonfinite, stage, out_dtypes, divides):
+  stage = scale_stage(platform, stage, leaves)
+  options = dict(per_leaf=per_leaf, on_nonfinite=on_nonfinite)
+  same_dtypes = all(leaf.dtype == dtype for leaf, dtype in zip(leaves, out_dtypes))
+  if stage == "kernel" and same_dtypes and len(leaves) <= _FUSED_LEAVES:
+    norms, nonfinite, ops, clipped = _native.clip(platform, max_norm, loss_scale, leaves, **options)
+  else:
+    norms, nonfinite, ops = _norm(platform, max_norm, loss_scale, *leaves, **options)
+    clipped = scale_leaves(platform, ops, leaves, per_leaf=per_leaf, stage=stage, out_dtypes=out_dtypes,
+                           divides=divides, zeroes=on_nonfinite == _reference.ZERO)
+  return norms, nonfinite, ops, *clipped
+
+
+def _norm_results(leaves, per_leaf):
+  n, dtype = len(leaves), _reference.norm_dtype(leaves)
+  return [((n + 1,), dtype), ((n,), jnp.int32), ((n if per_leaf else 1, 3), dtype)]
+
+
+def _sums_results(counted, *leaves, per_leaf):
+  k = len(leaves) if per_leaf else 1
+  return [((k, 3), _reference.norm_dtype(leaves)), ((k,), jnp.int32)]
+
+
+def _clip_results(max_norm, loss_scale, *leaves, per_leaf, out_dtypes, **_):
+  return _norm_results(leaves, per_leaf) + [(leaf.shape, dtype) for leaf, dtype in zip(leaves, out_dtypes)]
+
+
+def _define(name: str, run: Callable, results: Callable) -> Callable:
+  primitive = Primitive(name)
+  primitive.multiple_results = True
+
+  def abstract_eval(*avals, backend, **params):
+    return [_compat.result_aval(shape, dtype, avals) for shape, dtype in results(*avals, **params)]
+
+  def lower_for(platform):
+    def rule(ctx, *operands, backend, **params):
+      chosen = platform if _native.use_native(platform or "this platform", backend) else None
+      def run_chosen(*args):
+        return run(chosen, *args, **params)
+      return mlir.lower_fun(run_chosen, multiple_results=True)(ctx, *operands)
+    return rule
+
+  primitive.def_abstract_eval(abstract_eval)
+  for platform in _native.PLATFORMS:
+    mlir.register_lowering(primitive, lower_for(platform), platform=platform)
+  mlir.register_lowering(primitive, lower_for(None))
+  return primitive.bind
+
+
+# Called with arrays, leaves last; the options by name, `backend` (auto, native, reference) among them.
+sums = _define("globalclip_sums", _sums, _sums_results)
+norm = _define("globalclip_norm", _norm, lambda m, s, *leaves, per_leaf, on_nonfinite: _norm_results(leaves, per_leaf))
+clip = _define("globalclip_clip", _clip, _clip_results)

@@ -1,0 +1,201 @@
+"""The specification in `jnp`: what every path computes, on every platform, to 1e-6.
+
+A tree is clipped in four steps, each a function here and a native one in `_native`:
+
+1. `sums`: the sum of squares of each leaf, or of the tree, as rows `(hi, lo, exponent)` that stand for
+   `(hi + lo) * 4**exponent` with hi in [1, 4) or 0, and the number of non-finite elements.
+2. `finish`: from a row, the norm in true units and the op `(mode, a, b)` that says what happens to an element.
+3. `scale`: the op applied to a leaf.
+
+`norm` is 1 and 2, `clip` all of them. All arithmetic is in T: float64 where a leaf is float64 or complex128, else
+float32. Any magnitude is right, because squares are taken of elements divided by a power of two near the largest.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+KEEP, MULTIPLY, DIVIDE, FILL = range(4)
+PROPAGATE, ZERO = range(2)
+ZERO_EXPONENT = -4096  # of a zero sum: below every other, so that a maximum passes it over
+
+
+def norm_dtype(leaves: Sequence[jax.Array]) -> np.dtype:
+  wide = any(leaf.dtype in (jnp.float64, jnp.complex128) for leaf in leaves)
+  return np.dtype(np.float64 if wide else np.float32)
+
+
+def _real_parts(leaf: jax.Array) -> list[jax.Array]:
+  return [leaf.real, leaf.imag] if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else [leaf]
+
+
+def _two_sum(a, b):
+  """`a + b` rounded, and the rounding error, exactly (Knuth)."""
+  hi = a + b
+  part = hi - a
+  return hi, (a - (hi - part)) + (b - part)
+
+
+def _exact_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The sum over all elements as a pair: a reduction whose addition keeps its rounding errors."""
+  def add(a, b):
+    hi, error = _two_sum(a[0], b[0])
+    return hi, a[1] + b[1] + error
+  zero = jnp.zeros((), x.dtype)
+  return lax.reduce((x, jnp.zeros_like(x)), (zero, zero), add, tuple(range(x.ndim)))
+
+
+def _square(x):
+  """`x * x` rounded, and the rounding error, exactly (Dekker)."""
+  splitter = x.dtype.type(2**12 + 1 if x.dtype == jnp.float32 else 2**27 + 1)
+  wide = splitter * x
+  hi = wide - (wide - x)
+  lo = x - hi
+  square = x * x
+  return square, ((hi * hi - square) + x.dtype.type(2) * hi * lo) + lo * lo
+
+
+def _ldexp(x, exponent):
+  """`x * 2**exponent`, in four steps of normal factors, so that nothing is lost or infinite on the way."""
+  info = jnp.finfo(x.dtype)
+  for _ in range(4):
+    step = jnp.clip(exponent, info.minexp, info.maxexp - 1)
+    x = x * _power_of_two(step, x.dtype)
+    exponent = exponent - step
+  return x
+
+
+def _power_of_two(exponent, dtype):
+  """`2**exponent` for a normal result, from its bits: `exp2` is not exact everywhere."""
+  info = jnp.finfo(dtype)
+  word = np.int64 if dtype == np.float64 else np.int32
+  bits = (exponent.astype(word) + word(info.maxexp - 1)) << word(info.nmant)
+  return lax.bitcast_convert_type(bits, dtype)
+
+
+def normalize(hi, lo, exponent, nonfinite):
+  """A row `(hi, lo, exponent)` of the same value with hi in [1, 4), or 0; (NaN, 0, 0) where an element is not finite."""
+  value = hi + lo
+  power = jnp.frexp(value)[1].astype(jnp.int32)
+  shift = jnp.where(value > 0, (power - 1) >> 1, 0)
+  hi, lo = _two_sum(_ldexp(hi, -2 * shift), _ldexp(lo, -2 * shift))
+  exponent = jnp.where(value > 0, exponent + shift, ZERO_EXPONENT)
+  bad = nonfinite > 0
+  nan = jnp.full_like(hi, jnp.nan)
+  hi = jnp.where(bad, nan, hi)
+  lo = jnp.where(bad, jnp.zeros_like(lo), lo)
+  return jnp.stack([hi, lo, jnp.where(bad, 0, exponent).astype(hi.dtype)], axis=-1)
+
+
+def _leaf_sum(leaf: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+  parts = [part.astype(dtype) for part in _real_parts(leaf)]
+  nonfinite = functools.reduce(jnp.add, [jnp.sum(~jnp.isfinite(p), dtype=jnp.uint32) for p in parts])
+  nonfinite = jnp.minimum(nonfinite, jnp.uint32(2**31 - 1)).astype(jnp.int32)
+  if not leaf.size:
+    row = jnp.asarray([0, 0, ZERO_EXPONENT], dtype)
+    return row, nonfinite
+  largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(p)) for p in parts])
+  usable = (nonfinite == 0) & (largest > 0)
+  exponent = jnp.frexp(jnp.where(usable, largest, jnp.ones_like(largest)))[1].astype(jnp.int32)
+  sums = [_exact_sum(lax.square(_ldexp(p, -exponent))) for p in parts]
+  hi, lo = functools.reduce(lambda a, b: (_two_sum(a[0], b[0])[0], a[1] + b[1] + _two_sum(a[0], b[0])[1]), sums)
+  return normalize(hi, lo, exponent, nonfinite), nonfinite
+
+
+def add_rows(rows: jax.Array, nonfinite: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The row and the count of all `rows` (T[n, 3]) together."""
+  bad = jnp.minimum(jnp.sum(nonfinite.astype(jnp.uint32)), jnp.uint32(2**31 - 1)).astype(jnp.int32)
+  if not rows.shape[0]:
+    return jnp.asarray([0, 0, ZERO_EXPONENT], rows.dtype), bad
+  exponents = jnp.where(nonfinite > 0, 0, rows[:, 2]).astype(jnp.int32)
+  exponent = jnp.max(exponents)
+  shift = jnp.maximum(2 * (exponents - exponent), -4 * jnp.finfo(rows.dtype).maxexp)
+  hi, lo = _exact_sum(_ldexp(rows[:, 0], shift))
+  return normalize(hi, lo + jnp.sum(_ldexp(rows[:, 1], shift)), exponent, bad), bad
+
+
+def sums(counted, leaves, *, per_leaf):
+  """`(rows T[k, 3], nonfinite int32[k])`, k = number of leaves with `per_leaf`, else 1; of the leaves counted."""
+  dtype = norm_dtype(leaves)
+  pairs = [_leaf_sum(leaf, dtype) for leaf in leaves]
+  rows = jnp.stack([row for row, _ in pairs]) if pairs else jnp.zeros((0, 3), dtype)
+  nonfinite = jnp.stack([n for _, n in pairs]) if pairs else jnp.zeros(0, jnp.int32)
+  rows = jnp.where((counted != 0)[:, None], rows, jnp.asarray([0, 0, ZERO_EXPONENT], dtype))
+  nonfinite = jnp.where(counted != 0, nonfinite, 0)
+  if per_leaf:
+    return rows, nonfinite
+  row, count = add_rows(rows, nonfinite)
+  return row[None], count[None]
+
+
+def finish(row, any_nonfinite, max_norm, loss_scale, *, on_nonfinite):
+  """`(norm T[], op T[3])` of one row. `any_nonfinite` speaks of the whole tree."""
+  dtype = row.dtype
+  one, zero, nan = (jnp.asarray(v, dtype) for v in (1, 0, jnp.nan))
+  hi, lo, exponent = row[0], row[1], row[2].astype(jnp.int32)
+  root = jnp.sqrt(hi)
+  square, error = _square(root)
+  root = jnp.where(hi > 0, root + ((hi - square) - error + lo) / (jnp.asarray(2, dtype) * root), root)
+  scale_mantissa, scale_exponent = jnp.frexp(loss_scale.astype(dtype))
+  scale_exponent = scale_exponent.astype(jnp.int32)
+  norm = jnp.where(root == 0, zero, _ldexp(root / scale_mantissa, exponent - scale_exponent))
+  max_mantissa, max_exponent = jnp.frexp(max_norm)
+
+  def op(mode, a, b=one):
+    return jnp.stack([jnp.asarray(mode, dtype), a, b])
+
+  def multiply(mantissa, power):
+    limit = 120 if dtype == np.float32 else 1000
+    half = jnp.where(jnp.abs(power) > limit, lax.div(power, 2), 0)
+    return op(MULTIPLY, _ldexp(mantissa, power - half), _ldexp(one, half))
+
+  # (g / s) * (max / (|g| / s)): the loss scale cancels.
+  clipped = multiply(max_mantissa / root, max_exponent.astype(jnp.int32) - exponent)
+  unscaled = jnp.where(scale_mantissa == 0.5, multiply(one, 1 - scale_exponent),
+                       op(DIVIDE, loss_scale.astype(dtype)))
+  result = jnp.where(norm <= max_norm, jnp.where(loss_scale == 1, op(KEEP, one), unscaled), clipped)
+  result = jnp.where(any_nonfinite, op(FILL, zero if on_nonfinite == ZERO else nan), result)
+  bad_scale = ~((loss_scale > 0) & jnp.isfinite(loss_scale))
+  result = jnp.where(bad_scale | ~(max_norm >= 0), op(FILL, nan), result)
+  return jnp.where(bad_scale, nan, norm), result
+
+
+def finish_all(rows, nonfinite, max_norm, loss_scale, *, per_leaf, on_nonfinite):
+  """`(norms T[n + 1], ops T[k, 3])`: the tree's norm, then each leaf's."""
+  row, count = add_rows(rows, nonfinite)
+  one = functools.partial(finish, on_nonfinite=on_nonfinite)
+  norm, op = one(row, count > 0, max_norm, loss_scale)
+  norms, ops = jax.vmap(one, in_axes=(0, None, None, None))(rows, count > 0, max_norm, loss_scale)
+  return jnp.concatenate([norm[None], norms]), ops if per_leaf else op[None]
+
+
+def norm(max_norm, loss_scale, leaves, *, per_leaf, on_nonfinite):
+  """`(norms T[n + 1], nonfinite int32[n], ops T[k, 3])`."""
+  rows, nonfinite = sums(np.ones(len(leaves), np.int32), leaves, per_leaf=True)
+  norms, ops = finish_all(rows, nonfinite, max_norm, loss_scale, per_leaf=per_leaf, on_nonfinite=on_nonfinite)
+  return norms, nonfinite, ops
+
+
+def scale(leaf: jax.Array, op: jax.Array, out_dtype, *, divides: bool, zeroes: bool) -> jax.Array:
+  """The op applied to every element, computed in T and rounded once to `out_dtype`.
+
+  `divides` and `zeroes` say whether the op can be a division, as with a loss scale, and a filling with zeros: what
+  cannot be is not computed. A filling with NaN is a multiplication by it.
+  """
+  mode, a, b = op[0], op[1], op[2]
+  if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+    parts = [scale(part, op, part.dtype, divides=divides, zeroes=zeroes) for part in _real_parts(leaf)]
+    return lax.complex(*parts).astype(out_dtype)
+  x = leaf.astype(op.dtype)
+  y = x * a * b
+  if divides:
+    # A denominator that looks different for every element: XLA turns a division by a scalar into a multiplication by
+    # its reciprocal, which rounds twice and flushes 1 / 2^127 to zero.
+    y = lax.select(mode == DIVIDE, x / jnp.where(x == x, a, jnp.ones_like(x)), y)
+  if zeroes:
+    y = lax.select((mode == FILL) & (a == 0), jnp.zeros_like(y), y)
+  return lax.select(mode == KEEP, leaf.astype(out_dtype), y.astype(out_dtype))

@@ -1,0 +1,34 @@
+"""Eight host devices, strict promotion of dtypes and ranks, and the two paths every case runs on."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(params=["native", "reference"])
+def path(request, monkeypatch):
+  """Runs the test on the native path and on the reference path."""
+  monkeypatch.setenv("OPTAX_GLOBALCLIP_BACKEND", request.param)
+  return request.param
+
+
+@pytest.fixture
+def x64():
+  with jax.enable_x64(True):
+    yield
+
+
+@pytest.fixture
+def standard_promotion():
+  """For tests that name optax's adam, adamw or MultiSteps, which add float32 to int32."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
