@@ -1,0 +1,216 @@
+"""What a training run leaves behind: lines while it goes, a summary and a figure.
+
+A record is one step of one run, as a line of `metrics.jsonl` holds it: `run`, `step`
+(from 1), `seconds`, `loss` and `losses` by source (nats a token, before the step),
+`norm` (before the clip), `clip_factor`, `clipped_steps` and `nonfinite_steps` so far,
+`weights` by source, and at some steps `held_out`, the loss by source after the step.
+"""
+
+import json
+import math
+import pathlib
+import statistics
+from collections.abc import Sequence
+
+import matplotlib.figure
+import rich.console
+import rich.table
+from corpus import Phase
+from matplotlib import ticker
+
+# Okabe and Ito's colours, told apart under every common colour blindness.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+CLIPPED, UNCLIPPED = "#000000", "#D55E00"
+
+
+def to_json(value, **options) -> str:
+  """JSON with null for NaN and infinity, which JSON has no word for."""
+
+  def finite(value):
+    if isinstance(value, dict):
+      return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+      return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+      return None
+    return value
+
+  return json.dumps(finite(value), allow_nan=False, **options)
+
+
+def live(record: dict) -> str:
+  return f"loss {record['loss']:6.3f}  norm {record['norm']:8.3g}  factor {record['clip_factor']:5.3f}"
+
+
+def line(record: dict, steps: int) -> str:
+  held_out = "  ".join(f"{k} {loss:.3f}" for k, loss in record["held_out"].items())
+  step = f"{record['run']:9} {record['step']:>5}/{steps}"
+  return f"{step}  {live(record)}  held out: {held_out}"
+
+
+def summarise(facts: dict, phases: Sequence[Phase], records: Sequence[dict]) -> dict:
+  """The facts of the run, and of each of its training runs what the records say."""
+  runs = {}
+  for name in dict.fromkeys(record["run"] for record in records):
+    rows = [record for record in records if record["run"] == name]
+    # A NaN norm is the largest there is, whatever the comparison says.
+    largest = max(rows, key=lambda r: math.inf if math.isnan(r["norm"]) else r["norm"])
+    held_out = [row["held_out"] for row in rows if "held_out" in row]
+    # The first step's time is the compiler's.
+    seconds = sum(row["seconds"] for row in rows[1:])
+    tokens = facts["tokens_a_step"] * len(rows[1:])
+    runs[name] = {
+      "steps": len(rows),
+      "clipped_steps": rows[-1]["clipped_steps"],
+      "nonfinite_steps": rows[-1]["nonfinite_steps"],
+      "largest_norm": largest["norm"],
+      "largest_norm_step": largest["step"],
+      "median_norm": statistics.median(row["norm"] for row in rows),
+      "first_loss": rows[0]["loss"],
+      "last_loss": rows[-1]["loss"],
+      "first_held_out": held_out[0],
+      "last_held_out": held_out[-1],
+      "tokens_per_second": tokens / seconds if seconds else None,
+    }
+  steps = records[-1]["step"]
+  return {
+    **facts,
+    "steps": steps,
+    "interrupted": steps < facts["steps_asked"],
+    "phases": [
+      {"start": p.start + 1, "length": p.length, "weights": p.weights.tolist()} for p in phases if p.start < steps
+    ],
+    "runs": runs,
+  }
+
+
+def draw(summary: dict, records: Sequence[dict]) -> matplotlib.figure.Figure:
+  """Held-out loss by source, gradient norm, clip factor and mixture against steps."""
+  names = list(records[0]["weights"])
+  colours = {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(names)}
+  by_run = {run: [record for record in records if record["run"] == run] for run in summary["runs"]}
+  clipped = by_run["clipped"]
+  steps = [record["step"] for record in clipped]
+  threshold, facts = summary["max_norm"], summary["runs"]["clipped"]
+
+  figure = matplotlib.figure.Figure(figsize=(10, 9), layout="constrained")
+  loss, norm, factor, mixture = figure.subplots(4, sharex=True, gridspec_kw={"height_ratios": [4, 3, 2, 1]})
+  title = (
+    f"{facts['clipped_steps']} of {facts['steps']} updates clipped at norm "
+    f"{threshold:g}; largest norm {facts['largest_norm']:.3g} "
+    f"at step {facts['largest_norm_step']}"
+  )
+  figure.suptitle(f"{summary['size']}, {summary['parameters']:,} parameters: {title}")
+
+  for run, style in (("clipped", "-"), ("unclipped", "--")):
+    rows = [record for record in by_run.get(run, ()) if "held_out" in record]
+    for name in names if rows else ():
+      loss.plot(
+        [row["step"] for row in rows],
+        [row["held_out"][name] for row in rows],
+        style,
+        color=colours[name],
+        marker="o" if run == "clipped" else "x",
+        markersize=4,
+        label=name if len(by_run) == 1 else f"{name}, {run}",
+      )
+  loss.set_ylabel("held-out loss\n(nats a token)")
+
+  if "unclipped" in by_run:
+    norm.plot(
+      steps,
+      [record["norm"] for record in by_run["unclipped"]],
+      color=UNCLIPPED,
+      linewidth=1,
+      label="without clipping",
+    )
+  norm.plot(
+    steps,
+    [record["norm"] for record in clipped],
+    color=CLIPPED,
+    linewidth=1,
+    label="before the clip",
+  )
+  norm.axhline(threshold, color="0.4", linestyle="--", label=f"threshold {threshold:g}")
+  norm.set_yscale("log")
+  norm.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+  norm.yaxis.set_major_formatter("{x:g}")
+  norm.yaxis.set_minor_formatter(ticker.NullFormatter())
+  norm.set_ylabel("gradient norm\n(global L2)")
+
+  factor.plot(
+    steps,
+    [record["clip_factor"] for record in clipped],
+    color=CLIPPED,
+    linewidth=1,
+    label="min(1, threshold / norm)",
+  )
+  factor.set_ylim(0, 1.05)
+  factor.set_ylabel("clip factor")
+
+  mixture.stackplot(
+    steps,
+    [[record["weights"][name] for record in clipped] for name in names],
+    colors=[colours[name] for name in names],
+    labels=names,
+    step="mid",
+  )
+  mixture.set_ylim(0, 1)
+  mixture.set_ylabel("mixture")
+  mixture.set_xlabel("step")
+
+  for axes in (loss, norm, factor, mixture):
+    for index, phase in enumerate(summary["phases"][1:]):
+      axes.axvline(
+        phase["start"] - 0.5,
+        color="0.8",
+        linewidth=0.8,
+        zorder=0,
+        label="phase boundary" if axes is norm and index == 0 else None,
+      )
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes.margins(x=0.01)
+  figure.align_ylabels()
+  return figure
+
+
+def write(out: pathlib.Path, facts: dict, phases: Sequence[Phase], records: Sequence[dict]) -> dict:
+  """Writes `summary.json` and `training.png` into `out`; returns the summary."""
+  summary = summarise(facts, phases, records)
+  (out / "summary.json").write_text(to_json(summary, indent=2) + "\n")
+  draw(summary, records).savefig(out / "training.png", dpi=120)
+  return summary
+
+
+def show(console: rich.console.Console, out: pathlib.Path, summary: dict) -> None:
+  """Prints the summary as a table, with the difference where there are two runs."""
+  runs = summary["runs"]
+  table = rich.table.Table(
+    title=f"{summary['steps']} of {summary['steps_asked']} steps" + (", interrupted" if summary["interrupted"] else "")
+  )
+  table.add_column("")
+  for run in runs:
+    table.add_column(run, justify="right")
+  if len(runs) == 2:
+    table.add_column("difference", justify="right")
+
+  def row(label, values, form):
+    cells = [format(value, form) for value in values]
+    if len(values) == 2:
+      cells.append(format(values[1] - values[0], "+" + form))
+    table.add_row(label, *cells)
+
+  def facts(key):
+    return [run[key] for run in runs.values()]
+
+  row("clipped steps", facts("clipped_steps"), "d")
+  row("steps with NaN or infinity", facts("nonfinite_steps"), "d")
+  row("largest norm", facts("largest_norm"), ".3g")
+  row("median norm", facts("median_norm"), ".3g")
+  for name in facts("last_held_out")[0]:
+    losses = [held_out[name] for held_out in facts("last_held_out")]
+    row(f"held-out loss, {name}", losses, ".3f")
+  if summary["steps"] > 1:
+    row("tokens per second", facts("tokens_per_second"), ",.0f")
+  console.print(table)
+  console.print(f"figure and numbers: {out}/training.png, summary.json, metrics.jsonl")

@@ -1,0 +1,303 @@
+"""Trains a small language model on real text with the global clip before AdamW.
+
+    python examples/train_flax.py            # tiny, a few minutes on two cores
+    python examples/train_flax.py --compare  # beside it, the same without clipping
+    python examples/train_flax.py --size 12m --source mine=~/notes
+
+The text comes in several kinds whose shares of the mixture jump every few steps, the
+shift of data that makes gradients spike. It writes `metrics.jsonl` (a line a step),
+`summary.json` and `training.png` into `--out`; Ctrl-C ends the run after the step in
+hand and still leaves all three.
+"""
+
+import argparse
+import functools
+import math
+import pathlib
+import signal
+import sys
+import time
+from typing import TextIO
+
+import corpus
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import report
+import rich.console
+import rich.progress
+from flax.training import train_state
+from model import SIZES, Size, Transformer, row_losses
+
+import optax_globalclip as ogc
+
+STEPS, QUICK_STEPS = 600, 80
+EVALUATIONS = 20  # held-out evaluations a run, evenly spaced
+
+
+def positive(kind):
+  def parse(text):
+    value = kind(text)
+    if not (value > 0 and math.isfinite(value)):
+      raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+  parse.__name__ = kind.__name__  # argparse names it for text that is no number
+  return parse
+
+
+def name_and_path(text: str) -> tuple[str, pathlib.Path]:
+  name, separator, path = text.partition("=")
+  if not (name and separator and path):
+    raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+  return name, pathlib.Path(path).expanduser()
+
+
+def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, corpus.Corpus]:
+  """The options and the text they name; anything wrong ends with exit code 2."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  add = parser.add_argument
+  add("--size", choices=SIZES, default="tiny", help="default: tiny")
+  add(
+    "--source",
+    type=name_and_path,
+    action="extend",
+    nargs="+",
+    metavar="NAME=PATH",
+    help="train on these files or folders instead of the installed Python's text",
+  )
+  add(
+    "--steps",
+    type=positive(int),
+    help=f"default: {STEPS}, or {QUICK_STEPS} with --quick",
+  )
+  add(
+    "--batch-size",
+    type=positive(int),
+    default=16,
+    metavar="ROWS",
+    help="sequences a step; default: 16",
+  )
+  add("--max-norm", type=positive(float), default=1.0, help="default: 1.0")
+  add(
+    "--learning-rate",
+    type=positive(float),
+    help="peak after warm-up; default: the size's own",
+  )
+  add("--seed", type=int, default=0, help="of parameters and data; default: 0")
+  add(
+    "--compare",
+    action="store_true",
+    help="train the same data order without clipping beside it",
+  )
+  add(
+    "--quick",
+    action="store_true",
+    help="a short tiny run: within a minute on two cores",
+  )
+  add(
+    "--out",
+    type=pathlib.Path,
+    default=pathlib.Path("runs/train_flax"),
+    metavar="FOLDER",
+    help="default: runs/train_flax",
+  )
+  args = parser.parse_args(argv)
+  if args.seed < 0:
+    parser.error("argument --seed: must not be negative")
+  if args.quick and args.size != "tiny":
+    parser.error(f"--quick is for the tiny size, not {args.size}")
+  names = [name for name, _ in args.source or ()]
+  if len(set(names)) < len(names):
+    parser.error("argument --source: two sources have one name")
+  args.steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
+  args.learning_rate = args.learning_rate or SIZES[args.size].learning_rate
+  try:
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = load_corpus(args.source, SIZES[args.size])
+  except (corpus.CorpusError, OSError) as error:
+    parser.error(str(error))
+  return args, text
+
+
+def load_corpus(source: list[tuple[str, pathlib.Path]] | None, size: Size) -> corpus.Corpus:
+  if source:
+    documents = {name: corpus.read_source(name, path) for name, path in source}
+  else:
+    documents = corpus.installed_sources()
+  return corpus.tokenize(documents, size.vocabulary, size.length)
+
+
+def create_state(size: Size, *, max_norm: float, learning_rate: float, steps: int, seed: int) -> train_state.TrainState:
+  """Parameters from `seed`; AdamW with warm-up and cosine decay, behind the clip."""
+  warmup = max(1, steps // 10)
+  schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(steps, warmup + 1), 0.1 * learning_rate)
+  model = Transformer(size)
+  tx = optax.chain(ogc.global_clip(max_norm, monitor=True), optax.adamw(schedule))
+
+  @jax.jit
+  def init(key):
+    tokens = jnp.zeros((1, size.length), jnp.int32)
+    params = model.init(key, tokens)["params"]
+    return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+  return init(jax.random.key(seed))
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def train_step(state: train_state.TrainState, tokens: jax.Array):
+  """The next state, each row's loss (before the step) and the clip's metrics."""
+
+  def mean_loss(params):
+    losses = row_losses(state.apply_fn, params, tokens)
+    return losses.mean(), losses
+
+  grads, losses = jax.grad(mean_loss, has_aux=True)(state.params)
+  state = state.apply_gradients(grads=grads)
+  return state, losses, ogc.clip_metrics(state.opt_state)
+
+
+@jax.jit
+def evaluate(state: train_state.TrainState, tokens: jax.Array) -> jax.Array:
+  return row_losses(state.apply_fn, state.params, tokens)
+
+
+class StopAfterStep:
+  """Within it the first Ctrl-C only sets `asked`; a second one interrupts at once."""
+
+  asked = False
+
+  def __enter__(self):
+    self._previous = signal.signal(signal.SIGINT, self._ask)
+    return self
+
+  def __exit__(self, *exception):
+    signal.signal(signal.SIGINT, self._previous)
+
+  def _ask(self, signal_number, frame):
+    self.asked = True
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("finishing this step; Ctrl-C again stops at once", file=sys.stderr)
+
+
+def by_source(names: tuple[str, ...], source: np.ndarray, losses: jax.Array) -> dict:
+  """The mean loss of each source's rows; a source without rows is left out."""
+  losses = np.asarray(losses)
+  return {name: float(losses[source == s].mean()) for s, name in enumerate(names) if (source == s).any()}
+
+
+def train(
+  states: dict[str, train_state.TrainState],
+  batches: corpus.Batches,
+  steps: int,
+  log: TextIO,
+  console: rich.console.Console,
+  stop: StopAfterStep,
+) -> list[dict]:
+  """Trains every state on the same batches, step by step.
+
+  Returns:
+    The records, one for each state and step, as they were written to `log`.
+  """
+  names, held_out = batches.names, batches.held_out()
+  evaluate_every = max(1, steps // EVALUATIONS)
+  records = []
+  progress = rich.progress.Progress(
+    rich.progress.TextColumn("{task.description:9}"),
+    rich.progress.BarColumn(bar_width=20),
+    rich.progress.MofNCompleteColumn(),
+    rich.progress.TextColumn("{task.fields[live]}"),
+    rich.progress.TimeRemainingColumn(),
+    console=console,
+    disable=not console.is_terminal,
+  )
+  tasks = {run: progress.add_task(run, total=steps, live="") for run in states}
+  with progress:
+    for step in range(steps):
+      batch, weights = batches.batch(step), batches.phase(step).weights
+      made = []
+      for run, state in states.items():
+        start = time.perf_counter()
+        states[run], losses, metrics = train_step(state, batch.tokens)
+        losses, metrics = jax.device_get((losses, metrics))
+        made.append(
+          {
+            "run": run,
+            "step": step + 1,
+            "seconds": time.perf_counter() - start,
+            "loss": float(losses.mean()),
+            "norm": float(metrics["global_norm"]),
+            "clip_factor": float(metrics["clip_factor"]),
+            "clipped_steps": int(metrics["clipped_steps"]),
+            "nonfinite_steps": int(metrics["nonfinite_steps"]),
+            "weights": dict(zip(names, weights.tolist(), strict=True)),
+            "losses": by_source(names, batch.source, losses),
+          }
+        )
+      last = stop.asked or step + 1 == steps
+      for record in made:
+        run = record["run"]
+        if last or step == 0 or (step + 1) % evaluate_every == 0:
+          losses = evaluate(states[run], held_out.tokens)
+          record["held_out"] = by_source(names, held_out.source, losses)
+          progress.console.print(report.line(record, steps))
+        records.append(record)
+        log.write(report.to_json(record) + "\n")
+        progress.update(tasks[run], advance=1, live=report.live(record))
+      if last:
+        break
+  return records
+
+
+def main(argv: list[str] | None = None) -> int:
+  console = rich.console.Console(highlight=False, soft_wrap=True)
+  args, text = parse_args(argv)
+  size = SIZES[args.size]
+  thresholds = {"clipped": args.max_norm}
+  if args.compare:
+    # An infinite threshold never clips and still measures.
+    thresholds["unclipped"] = math.inf
+  states = {
+    run: create_state(
+      size,
+      max_norm=max_norm,
+      learning_rate=args.learning_rate,
+      steps=args.steps,
+      seed=args.seed,
+    )
+    for run, max_norm in thresholds.items()
+  }
+  batches = corpus.Batches(
+    text,
+    rows=args.batch_size,
+    length=size.length,
+    seed=args.seed,
+    steps=args.steps,
+  )
+  parameters = sum(p.size for p in jax.tree.leaves(states["clipped"].params))
+  console.print(
+    f"{args.size}: {parameters:,} parameters, "
+    f"{args.batch_size} x {size.length} tokens a step, "
+    f"on {jax.devices()[0].device_kind}; compiling"
+  )
+  with StopAfterStep() as stop, open(args.out / "metrics.jsonl", "w") as log:
+    records = train(states, batches, args.steps, log, console, stop)
+
+  facts = {
+    "size": args.size,
+    "parameters": parameters,
+    "device": jax.devices()[0].device_kind,
+    "seed": args.seed,
+    "learning_rate": args.learning_rate,
+    "max_norm": args.max_norm,
+    "steps_asked": args.steps,
+    "tokens_a_step": args.batch_size * size.length,
+  }
+  summary = report.write(args.out, facts, batches.phases, records)
+  report.show(console, args.out, summary)
+  return 130 if summary["interrupted"] else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
