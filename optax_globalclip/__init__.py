@@ -1,17 +1,25 @@
 """Global gradient-norm clipping for JAX: right in every dtype and at every magnitude, native on CPU and CUDA."""
 
 from optax_globalclip._clip import ClipState, clip_tree, global_clip, per_tensor_clip
+from optax_globalclip._loss_scale import DynamicLossScale, LossScaleState, current_loss_scale
+from optax_globalclip._multi_steps import ClippedMultiStepsState, clipped_multi_steps, has_updated
 from optax_globalclip._norm import global_norm, leaf_norms
 from optax_globalclip._report import backend_info, clip_metrics
 
 __version__ = "0.1.0"
 __all__ = [
     "ClipState",
+    "ClippedMultiStepsState",
+    "DynamicLossScale",
+    "LossScaleState",
     "backend_info",
     "clip_metrics",
     "clip_tree",
+    "clipped_multi_steps",
+    "current_loss_scale",
     "global_clip",
     "global_norm",
+    "has_updated",
     "leaf_norms",
     "per_tensor_clip",
 ]

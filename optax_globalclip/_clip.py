@@ -1,6 +1,5 @@
 """`global_clip`, `per_tensor_clip` and `clip_tree`: clipping by L2 norm as optax transformations, and by itself."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_globalclip import _norm, _reference
+from optax_globalclip import _norm, _partition, _reference
 
-_POLICIES = {"propagate": _reference.PROPAGATE, "raise": _reference.PROPAGATE, "zero": _reference.ZERO}
+POLICIES = {"propagate": _reference.PROPAGATE, "raise": _reference.PROPAGATE, "zero": _reference.ZERO}
 
 
 class ClipState(NamedTuple):
   """What `monitor=True` records, in true units: of the last update, and counted since `init`."""
   global_norm: jax.Array           # before the clip
-  clip_factor: jax.Array           # 1 where nothing was clipped; of several factors the smallest
+  clip_factor: jax.Array           # 1 where nothing was clipped; of several factors the smallest; 0 before the first
   steps: jax.Array
   clipped_steps: jax.Array
   nonfinite_steps: jax.Array
@@ -83,7 +82,7 @@ def check_update_dtype(update_dtype: Any) -> np.dtype | None:
   return dtype
 
 
-def _check_choice(name: str, value: Any, choices) -> None:
+def check_choice(name: str, value: Any, choices) -> None:
   if value not in choices:
     raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
@@ -97,30 +96,34 @@ def out_dtype(name: str, leaf: jax.Array, update_dtype: np.dtype | None, scaled:
   return update_dtype
 
 
-def raise_nonfinite(paths: list[str], nonfinite: Any) -> None:
-  """Raises `FloatingPointError` naming the leaves whose count of non-finite elements is not zero."""
-  counts = np.asarray(nonfinite)
-  if counts.any():
-    named = ", ".join(f"{path} ({count} elements)" for path, count in zip(paths, counts) if count)
-    raise FloatingPointError(f"optax_globalclip: non-finite gradients in {named}")
+def raise_if(paths: list[str], nonfinite: jax.Array) -> None:
+  """Raises `FloatingPointError` naming the leaves whose count of non-finite elements is not zero; when run, if traced."""
+  def check(counts):
+    counts = np.asarray(counts)
+    if counts.any():
+      named = ", ".join(f"{path} ({count} elements)" for path, count in zip(paths, counts) if count)
+      raise FloatingPointError(f"optax_globalclip: non-finite gradients in {named}")
+  if isinstance(nonfinite, jax.core.Tracer):
+    jax.debug.callback(check, nonfinite)
+  else:
+    check(nonfinite)
 
 
-def _clip_leaves(updates, max_norm, loss_scale, *, per_leaf, on_nonfinite, update_dtype, scale_stage):
-  """`(updates, norms T[n + 1], nonfinite int32[n], max_norm T[])`."""
+def _clip_leaves(updates, max_norm, loss_scale, *, per_leaf, leaf_norms, on_nonfinite, update_dtype, scale_stage,
+                 axis_name, mesh, specs):
+  """`(updates, norms, nonfinite, max_norm T[])`; norms and nonfinite as from `_norm.clip`."""
   leaves = _norm.split_leaves(updates)
   scaled = loss_scale is not None
   dtype = _reference.norm_dtype(leaves.arrays)
   options = _norm.Options(
-      per_leaf=per_leaf, on_nonfinite=_POLICIES[on_nonfinite], stage=scale_stage, divides=scaled,
+      per_leaf=per_leaf, on_nonfinite=POLICIES[on_nonfinite], stage=scale_stage, divides=scaled,
+      leaf_norms=leaf_norms or on_nonfinite == "raise", **_partition.place(leaves, axis_name, mesh, specs),
       out_dtypes=tuple(out_dtype(p, x, update_dtype, scaled) for p, x in zip(leaves.paths, leaves.arrays)))
   max_norm = as_scalar(max_norm, dtype)
   norms, nonfinite, clipped = _norm.clip(leaves.arrays, max_norm, as_scalar(loss_scale if scaled else 1, np.float32),
                                          options)
   if on_nonfinite == "raise":
-    if isinstance(nonfinite, jax.core.Tracer):
-      jax.debug.callback(functools.partial(raise_nonfinite, leaves.paths), nonfinite)
-    else:
-      raise_nonfinite(leaves.paths, nonfinite)
+    raise_if(leaves.paths, nonfinite)
   return leaves.rebuild(clipped), norms, nonfinite, max_norm
 
 
@@ -131,15 +134,14 @@ def clip_factor(norms, max_norm, nonfinite_factor, any_nonfinite):
   return jnp.where(any_nonfinite, jnp.asarray(nonfinite_factor, norms.dtype), smallest)
 
 
-def _monitored(state: ClipState, norms, nonfinite, max_norm, *, per_leaf, on_nonfinite) -> ClipState:
-  bad = jnp.any(nonfinite > 0)
-  judged = norms[1:] if per_leaf else norms[:1]
+def monitored(state: ClipState, norm, judged, bad, max_norm, *, zeroes: bool) -> ClipState:
+  """The record after an update of global norm `norm`; `judged` are the norms that were compared with `max_norm`."""
   clipped = ~bad & jnp.any(judged > max_norm)
-  factor = clip_factor(judged, max_norm, 0 if on_nonfinite == "zero" else jnp.nan, bad)
+  factor = clip_factor(judged, max_norm, 0 if zeroes else jnp.nan, bad)
   def count_if(condition, counter):
     return jnp.where(condition, optax.safe_increment(counter), counter)
   return ClipState(
-      global_norm=norms[0].astype(state.global_norm.dtype),
+      global_norm=norm.astype(state.global_norm.dtype),
       clip_factor=factor.astype(state.clip_factor.dtype),
       steps=optax.safe_increment(state.steps),
       clipped_steps=count_if(clipped, state.clipped_steps),
@@ -151,18 +153,23 @@ def init_monitor(params: Any) -> ClipState:
   wide = any(getattr(leaf, "dtype", None) in (np.float64, np.complex128) for leaf in jax.tree.leaves(params))
   dtype = np.float64 if wide else np.float32
   # One buffer a field: a donated state must not hold the same one twice.
-  return ClipState(jnp.zeros((), dtype), jnp.ones((), dtype), *(jnp.zeros((), jnp.int32) for _ in range(4)))
+  return ClipState(jnp.zeros((), dtype), jnp.zeros((), dtype), *(jnp.zeros((), jnp.int32) for _ in range(4)))
 
 
-def _make(per_leaf, max_norm, *, loss_scale, on_nonfinite, monitor, update_dtype, scale_stage):
+def check_options(max_norm: Any, scale_stage: Any) -> None:
   check_max_norm(max_norm)
+  check_choice("scale_stage", scale_stage, ("auto", "kernel", "xla"))
+
+
+def _make(per_leaf, max_norm, *, loss_scale, on_nonfinite, monitor, update_dtype, scale_stage, axis_name, mesh, specs):
+  check_options(max_norm, scale_stage)
+  _partition.check_placement(axis_name, mesh, specs)
   if loss_scale is not None:
     check_loss_scale(loss_scale)
   if on_nonfinite == "skip":
     raise ValueError("on_nonfinite='skip': a transformation cannot keep the optimizer behind it from running; "
                      "clipped_multi_steps(inner, max_norm) can")
-  _check_choice("on_nonfinite", on_nonfinite, _POLICIES)
-  _check_choice("scale_stage", scale_stage, ("auto", "kernel", "xla"))
+  check_choice("on_nonfinite", on_nonfinite, POLICIES)
   update_dtype = check_update_dtype(update_dtype)
   static_loss_scale = loss_scale
 
@@ -178,11 +185,12 @@ def _make(per_leaf, max_norm, *, loss_scale, on_nonfinite, monitor, update_dtype
     else:
       check_loss_scale(loss_scale)
     updates, norms, nonfinite, limit = _clip_leaves(
-        updates, max_norm, loss_scale, per_leaf=per_leaf, on_nonfinite=on_nonfinite, update_dtype=update_dtype,
-        scale_stage=scale_stage)
+        updates, max_norm, loss_scale, per_leaf=per_leaf, leaf_norms=per_leaf or monitor, on_nonfinite=on_nonfinite,
+        update_dtype=update_dtype, scale_stage=scale_stage, axis_name=axis_name, mesh=mesh, specs=specs)
     if not monitor:
       return updates, optax.EmptyState()
-    return updates, _monitored(state, norms, nonfinite, limit, per_leaf=per_leaf, on_nonfinite=on_nonfinite)
+    judged = norms[1:] if per_leaf else norms[:1]
+    return updates, monitored(state, norms[0], judged, jnp.any(nonfinite > 0), limit, zeroes=on_nonfinite == "zero")
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -195,6 +203,9 @@ def global_clip(
     monitor: bool = False,
     update_dtype=None,
     scale_stage: str = "auto",
+    axis_name: Any = None,
+    mesh: Any = None,
+    specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Clips updates by the L2 norm of all leaves as one vector.
 
@@ -223,14 +234,26 @@ def global_clip(
     update_dtype: the dtype of the updates, instead of each leaf's own.
     scale_stage: "kernel" scales in place in native code; "xla" leaves the scaling to XLA, which folds it into an
       elementwise optimizer that follows; "auto" chooses (BUILD.md has the rule).
+    axis_name: inside `shard_map` with `check_vma=False` or `pmap`, the axes over which leaves are sharded: a name, a
+      tuple of names, or a tree of those that is a prefix of the updates. Without it each device's leaves are taken for
+      whole there, as they are after `pmean`. Under `check_vma=True` types say it, and `axis_name` can only restrict it.
+    mesh: with `specs`, a mesh outside of `shard_map`. Sharded updates need neither to be right; with them the program
+      can be exported by `jax.export` and kept in the persistent compilation cache (docs/sharding.md).
+    specs: the `PartitionSpec` of every leaf, or a tree of them that is a prefix of the updates. Updates laid out
+      otherwise are moved.
 
   Returns:
     A transformation whose `update(updates, state, params=None, *, loss_scale=None, **extra)` returns updates of the
     same structure and shapes. Leaves: float16, bfloat16, float32, float64, complex64, complex128 in any mixture;
     integer, bool and float0 leaves, `None`, masked nodes and empty leaves pass through.
 
+    On several devices every one gets the same factor, and no update moves: two all-reduces of at most 64 bytes for the
+    whole tree (with `monitor=True` or "raise", of a few numbers a leaf).
+
   Raises:
-    ValueError: a negative or NaN `max_norm`, a `loss_scale` that is not finite and positive, an unknown option.
+    ValueError: a negative or NaN `max_norm`, a `loss_scale` that is not finite and positive, an unknown option; `mesh`
+      without `specs`; in `update`, an `axis_name`, `mesh` or `specs` that do not fit, naming the leaf, and leaves on
+      different devices that no mesh joins.
     TypeError: a `max_norm` or `loss_scale` that is no number, an unknown `update_dtype`, or (in `update`) a leaf of
       another dtype, named by its path.
 
@@ -245,7 +268,7 @@ def global_clip(
     Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
   """
   return _make(False, max_norm, loss_scale=loss_scale, on_nonfinite=on_nonfinite, monitor=monitor,
-               update_dtype=update_dtype, scale_stage=scale_stage)
+               update_dtype=update_dtype, scale_stage=scale_stage, axis_name=axis_name, mesh=mesh, specs=specs)
 
 
 def per_tensor_clip(
@@ -256,6 +279,9 @@ def per_tensor_clip(
     monitor: bool = False,
     update_dtype=None,
     scale_stage: str = "auto",
+    axis_name: Any = None,
+    mesh: Any = None,
+    specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Clips every leaf by its own L2 norm.
 
@@ -271,6 +297,9 @@ def per_tensor_clip(
     monitor: as for `global_clip`; `global_norm` is still that of the whole tree, `clip_factor` the smallest of all.
     update_dtype: as for `global_clip`.
     scale_stage: as for `global_clip`.
+    axis_name: as for `global_clip`.
+    mesh: as for `global_clip`.
+    specs: as for `global_clip`.
 
   Returns:
     A transformation, as `global_clip`.
@@ -287,10 +316,19 @@ def per_tensor_clip(
     [0.5]
   """
   return _make(True, max_norm, loss_scale=loss_scale, on_nonfinite=on_nonfinite, monitor=monitor,
-               update_dtype=update_dtype, scale_stage=scale_stage)
+               update_dtype=update_dtype, scale_stage=scale_stage, axis_name=axis_name, mesh=mesh, specs=specs)
 
 
-def clip_tree(tree: Any, max_norm, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> tuple[Any, jax.Array]:
+def clip_tree(
+    tree: Any,
+    max_norm,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    axis_name: Any = None,
+    mesh: Any = None,
+    specs: Any = None,
+) -> tuple[Any, jax.Array]:
   r"""Clips a tree by its global L2 norm and returns the norm beside it, as `torch.nn.utils.clip_grad_norm_` does.
 
   .. math:: g \leftarrow g \cdot \min(1, \text{max\_norm} / \|g\|)
@@ -304,12 +342,15 @@ def clip_tree(tree: Any, max_norm, *, norm_type: float = 2.0, error_if_nonfinite
     norm_type: 2; other norms are refused.
     error_if_nonfinite: raise `FloatingPointError` naming the leaves where one holds NaN or infinity (inside
       `JaxRuntimeError` under `jit`).
+    axis_name: as for `global_clip`.
+    mesh: as for `global_clip`.
+    specs: as for `global_clip`.
 
   Returns:
     `(clipped tree, norm before the clip)`; the norm is float32, or float64 where a leaf is float64 or complex128.
 
   Raises:
-    ValueError: a `norm_type` other than 2, a negative or NaN `max_norm`.
+    ValueError: a `norm_type` other than 2, a negative or NaN `max_norm`; leaves and meshes as for `global_clip`.
     TypeError: as `global_clip`.
 
   Examples:
@@ -321,7 +362,8 @@ def clip_tree(tree: Any, max_norm, *, norm_type: float = 2.0, error_if_nonfinite
   check_max_norm(max_norm)
   if isinstance(norm_type, jax.Array) or norm_type not in (2, 2.0):
     raise ValueError(f"norm_type: clip_tree clips by the L2 norm (norm_type=2) alone, got {norm_type!r}")
-  tree, norms, _, _ = _clip_leaves(tree, max_norm, None, per_leaf=False,
+  _partition.check_placement(axis_name, mesh, specs)
+  tree, norms, _, _ = _clip_leaves(tree, max_norm, None, per_leaf=False, leaf_norms=False,
                                    on_nonfinite="raise" if error_if_nonfinite else "propagate", update_dtype=None,
-                                   scale_stage="kernel")
+                                   scale_stage="kernel", axis_name=axis_name, mesh=mesh, specs=specs)
   return tree, norms[0]

@@ -19,10 +19,12 @@ SUPPORTED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex1
 
 
 class Leaves(NamedTuple):
-  """The leaves of a tree that count, and how to put others in their place."""
+  """The leaves of a tree that count, how to put others in their place, and the leaves of another tree beside them."""
   arrays: list[jax.Array]
   paths: list[str]
   rebuild: Callable[..., Any]
+  matching: Callable[[Any, str], list[Any]]
+  spread: Callable[..., tuple]  # (name, prefix of the tree, is_leaf) -> the prefix's entry for each of `arrays`
 
 
 def split_leaves(tree: Any) -> Leaves:
@@ -30,6 +32,7 @@ def split_leaves(tree: Any) -> Leaves:
 
   Raises:
     TypeError: for a leaf of any other kind, with its path and dtype.
+    ValueError: for leaves on different devices that no mesh joins, with their paths.
   """
   keyed, treedef = jax.tree_util.tree_flatten_with_path(tree)
   everything, counted, arrays, paths = [], [], [], []
@@ -56,7 +59,22 @@ def split_leaves(tree: Any) -> Leaves:
       out[i] = leaf
     return treedef.unflatten(out)
 
-  return Leaves(arrays, paths, rebuild)
+  def matching(other: Any, what: str) -> list[Any]:
+    by_path = dict(jax.tree_util.tree_flatten_with_path(other)[0])
+    missing = [name for i, name in zip(counted, paths) if keyed[i][0] not in by_path]
+    if missing:
+      raise ValueError(f"{missing[0]}: expected the structure of the {what}, which have no such leaf")
+    return [by_path[keyed[i][0]] for i in counted]
+
+  def spread(name: str, prefix: Any, is_leaf: Callable[[Any], bool]) -> tuple:
+    try:
+      entries = jax.tree.leaves(jax.tree.broadcast(prefix, tree, is_leaf=is_leaf), is_leaf=is_leaf)
+    except ValueError as error:
+      raise ValueError(f"{name}: expected one entry, or a tree that is a prefix of the updates: {error}") from None
+    return tuple(entries[i] for i in counted)
+
+  _partition.check_leaves(paths, arrays)
+  return Leaves(arrays, paths, rebuild, matching, spread)
 
 
 class Options(NamedTuple):
@@ -67,6 +85,13 @@ class Options(NamedTuple):
   stage: str = "auto"
   out_dtypes: tuple[np.dtype, ...] = ()
   divides: bool = False
+  # Whether the norm and the count of each leaf are wanted too. On several devices they cost a vector of a few numbers a
+  # leaf where the whole tree's cost a few numbers. `per_leaf` needs them.
+  leaf_norms: bool = True
+  # Where the leaves lie, as `_partition.place` gives it.
+  axes: tuple[tuple[str, ...], ...] | None = None
+  mesh: Any = None
+  specs: tuple[Any, ...] | None = None
 
 
 def _inner(x: jax.Array, dx: jax.Array, dtype) -> jax.Array:
@@ -90,15 +115,19 @@ def _over(numerator: jax.Array, norm: jax.Array) -> jax.Array:
                    jnp.zeros_like(numerator))
 
 
-def _norm_tangents(norms, loss_scale, leaves, d_loss_scale, d_leaves):
-  """The tangents of `norms` (T[n + 1]): with x = g / s, d|x| = <x, dg / s> / |x| - |x| ds / s."""
+def _norm_tangents(norms, loss_scale, leaves, d_loss_scale, d_leaves, options):
+  """The tangents of `norms`: with x = g / s, d|x| = <x, dg / s> / |x| - |x| ds / s."""
   dtype = norms.dtype
   s, ds = loss_scale.astype(dtype), d_loss_scale.astype(dtype)
+  by_leaf = norms[1:] if options.leaf_norms else [norms[0]] * len(leaves)
   of_leaves = []
-  for i, (x, dx) in enumerate(zip(leaves, d_leaves)):
-    unit = _over(_wide(x, dtype) / s, norms[1 + i])
+  for x, dx, norm in zip(leaves, d_leaves, by_leaf):
+    unit = _over(_wide(x, dtype) / s, norm)
     of_leaves.append(_inner(unit, _wide(dx, dtype) / s, dtype))
-  whole = sum((_over(norms[1 + i], norms[0]) * d for i, d in enumerate(of_leaves)), jnp.zeros((), dtype))
+  of_leaves = _partition.sum_shards(of_leaves, leaves, options)
+  if not options.leaf_norms:
+    return sum(of_leaves, jnp.zeros((), dtype))[None] - norms * (ds / s)
+  whole = sum((_over(norm, norms[0]) * d for norm, d in zip(by_leaf, of_leaves)), jnp.zeros((), dtype))
   return jnp.stack([whole, *of_leaves]) - norms * (ds / s)
 
 
@@ -119,13 +148,12 @@ def _vmap_one_by_one(function: Callable) -> Callable:
 
 
 @functools.lru_cache(maxsize=None)
-def _norm_function(backend: str) -> Callable:
-  """`(loss_scale, *leaves) -> (norms T[n + 1], nonfinite int32[n])`."""
+def _norm_function(options: Options) -> Callable:
+  """`(loss_scale, *leaves) -> (norms, nonfinite)`."""
   @_vmap_one_by_one
   def run(loss_scale, *leaves):
     infinite = jnp.asarray(np.inf, _reference.norm_dtype(leaves))
-    norms, nonfinite, _ = _partition.norm(infinite, loss_scale, *leaves, per_leaf=False,
-                                          on_nonfinite=_reference.PROPAGATE, backend=backend)
+    norms, nonfinite, _ = _partition.norm(infinite, loss_scale, *leaves, options=options)
     return norms, nonfinite
 
   function = jax.custom_jvp(run)
@@ -133,7 +161,7 @@ def _norm_function(backend: str) -> Callable:
   @function.defjvp
   def rule(primals, tangents):
     norms, nonfinite = function(*primals)
-    d_norms = _norm_tangents(norms, primals[0], primals[1:], tangents[0], tangents[1:])
+    d_norms = _norm_tangents(norms, primals[0], primals[1:], tangents[0], tangents[1:], options)
     return (norms, nonfinite), (d_norms, np.zeros(nonfinite.shape, jax.dtypes.float0))
 
   return jax.jit(function, inline=True)
@@ -141,11 +169,10 @@ def _norm_function(backend: str) -> Callable:
 
 @functools.lru_cache(maxsize=None)
 def _clip_function(options: Options) -> Callable:
-  """`(max_norm, loss_scale, *leaves) -> (norms T[n + 1], nonfinite int32[n], *clipped)`."""
+  """`(max_norm, loss_scale, *leaves) -> (norms, nonfinite, *clipped)`."""
   @_vmap_one_by_one
   def run(max_norm, loss_scale, *leaves):
-    norms, nonfinite, _, *clipped = _partition.clip(max_norm, loss_scale, *leaves, **options._asdict())
-    return norms, nonfinite, *clipped
+    return _partition.clip(max_norm, loss_scale, *leaves, options=options)
 
   function = jax.custom_jvp(run)
 
@@ -155,7 +182,7 @@ def _clip_function(options: Options) -> Callable:
     d_max, d_loss_scale, *d_leaves = tangents
     norms, nonfinite, *clipped = function(*primals)
     dtype = norms.dtype
-    d_norms = _norm_tangents(norms, loss_scale, leaves, d_loss_scale, d_leaves)
+    d_norms = _norm_tangents(norms, loss_scale, leaves, d_loss_scale, d_leaves, options)
     s, ds = loss_scale.astype(dtype), d_loss_scale.astype(dtype)
     bad = jnp.sum((nonfinite > 0).astype(jnp.int32)) > 0
     fill = jnp.asarray(0 if options.on_nonfinite == _reference.ZERO else np.nan, dtype)
@@ -173,24 +200,46 @@ def _clip_function(options: Options) -> Callable:
   return jax.jit(function, inline=True)
 
 
-def measure(leaves: Sequence[jax.Array], loss_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """`(norms T[n + 1], nonfinite int32[n])`: the tree's norm, then each leaf's, of `leaves / loss_scale`."""
-  return _norm_function(_native.backend())(loss_scale, *leaves)
+def _complete(options: Options) -> Options:
+  return options._replace(backend=_native.backend(), leaf_norms=options.leaf_norms or options.per_leaf)
+
+
+def measure(leaves: Sequence[jax.Array], loss_scale: jax.Array,
+            options: Options = Options()) -> tuple[jax.Array, jax.Array]:
+  """`(norms T[n + 1], nonfinite int32[n])`: the tree's norm, then each leaf's, of `leaves / loss_scale`.
+
+  With `options.leaf_norms` False they are T[1], the tree's norm, and int32[1], 0 where every element is finite.
+  """
+  return _norm_function(_complete(options))(loss_scale, *leaves)
 
 
 def clip(leaves, max_norm, loss_scale, options: Options):
-  """`(norms T[n + 1], nonfinite int32[n], clipped leaves)`."""
+  """`(norms, nonfinite, clipped leaves)`, the first two as from `measure`."""
   max_norm = jnp.asarray(max_norm).astype(_reference.norm_dtype(leaves))
-  norms, nonfinite, *clipped = _clip_function(options._replace(backend=_native.backend()))(
-      max_norm, loss_scale, *leaves)
+  norms, nonfinite, *clipped = _clip_function(_complete(options))(max_norm, loss_scale, *leaves)
   return norms, nonfinite, clipped
+
+
+@functools.lru_cache(maxsize=None)
+def _op_function(options: Options) -> Callable:
+  """`(max_norm, loss_scale, *leaves) -> (norms, nonfinite, ops T[1, 3])`."""
+  @_vmap_one_by_one
+  def run(max_norm, loss_scale, *leaves):
+    return _partition.norm(max_norm, loss_scale, *leaves, options=options)
+  return jax.jit(run, inline=True)
+
+
+def norm_and_op(leaves, max_norm, loss_scale, options: Options):
+  """`(norms, nonfinite, op T[3])`: the clip without its last step, for whoever scales later."""
+  norms, nonfinite, ops = _op_function(_complete(options))(max_norm, loss_scale, *leaves)
+  return norms, nonfinite, ops[0]
 
 
 def _ones() -> jax.Array:
   return jnp.ones((), jnp.float32)
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: Any, *, axis_name: Any = None, mesh: Any = None, specs: Any = None) -> jax.Array:
   r"""The L2 norm of all leaves of a tree as one vector.
 
   .. math:: \sqrt{\sum_{\text{leaves}} \sum_i |x_i|^2}
@@ -201,13 +250,20 @@ def global_norm(tree: Any) -> jax.Array:
   Args:
     tree: any pytree. Integer, bool and float0 leaves, `None` and `optax.MaskedNode` do not count; an empty tree has
       norm 0.
+    axis_name: inside `shard_map` with `check_vma=False` or `pmap`, the axes over which leaves are sharded: a name, a
+      tuple of names, or a tree of those that is a prefix of `tree`. Without it each device's leaves are taken for whole.
+    mesh: with `specs`, a mesh outside of `shard_map`, so that the program can be exported and kept in the persistent
+      compilation cache; sharded leaves need neither to be right.
+    specs: the `PartitionSpec` of every leaf, or a prefix tree of them. Leaves laid out otherwise are moved.
 
   Returns:
-    A scalar: float64 where a leaf is float64 or complex128, else float32. NaN or infinite where an element is; `inf`
-    where the true norm is beyond the dtype.
+    A scalar, the same on every device: float64 where a leaf is float64 or complex128, else float32. NaN or infinite
+    where an element is; `inf` where the true norm is beyond the dtype.
 
   Raises:
     TypeError: for a leaf of another dtype (float8, say), naming its path.
+    ValueError: for leaves on different devices that no mesh joins, and an `axis_name`, `mesh` or `specs` that do not
+      fit, naming the leaf.
 
   Examples:
     >>> import jax.numpy as jnp, optax_globalclip as ogc
@@ -218,14 +274,19 @@ def global_norm(tree: Any) -> jax.Array:
     Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
   """
   leaves = split_leaves(tree)
-  return measure(leaves.arrays, _ones())[0][0]
+  _partition.check_placement(axis_name, mesh, specs)
+  options = Options(leaf_norms=False, **_partition.place(leaves, axis_name, mesh, specs))
+  return measure(leaves.arrays, _ones(), options)[0][0]
 
 
-def leaf_norms(tree: Any) -> Any:
+def leaf_norms(tree: Any, *, axis_name: Any = None, mesh: Any = None, specs: Any = None) -> Any:
   """The L2 norm of every leaf by itself, from the same pass as `global_norm`.
 
   Args:
     tree: any pytree, as for `global_norm`.
+    axis_name: as for `global_norm`.
+    mesh: as for `global_norm`.
+    specs: as for `global_norm`.
 
   Returns:
     A tree of scalars of the same structure, each of the dtype that `global_norm` would return; 0 for leaves that do not
@@ -233,6 +294,7 @@ def leaf_norms(tree: Any) -> Any:
 
   Raises:
     TypeError: as `global_norm`.
+    ValueError: as `global_norm`.
 
   Examples:
     >>> import jax.numpy as jnp, optax_globalclip as ogc
@@ -241,5 +303,6 @@ def leaf_norms(tree: Any) -> Any:
     (5.0, 0.0)
   """
   leaves = split_leaves(tree)
-  norms = measure(leaves.arrays, _ones())[0]
+  _partition.check_placement(axis_name, mesh, specs)
+  norms = measure(leaves.arrays, _ones(), Options(**_partition.place(leaves, axis_name, mesh, specs)))[0]
   return leaves.rebuild(list(norms[1:]), passed_through=lambda _: jnp.zeros((), norms.dtype))

@@ -73,6 +73,10 @@ def _clip(platform, max_norm, loss_scale, *leaves, per_leaf, on_nonfinite, stage
   return norms, nonfinite, ops, *clipped
 
 
+def _scale(platform, ops, *leaves, stage, **options):
+  return scale_leaves(platform, ops, leaves, stage=scale_stage(platform, stage, leaves), **options)
+
+
 def _norm_results(leaves, per_leaf):
   n, dtype = len(leaves), _reference.norm_dtype(leaves)
   return [((n + 1,), dtype), ((n,), jnp.int32), ((n if per_leaf else 1, 3), dtype)]
@@ -81,6 +85,10 @@ def _norm_results(leaves, per_leaf):
 def _sums_results(counted, *leaves, per_leaf):
   k = len(leaves) if per_leaf else 1
   return [((k, 3), _reference.norm_dtype(leaves)), ((k,), jnp.int32)]
+
+
+def _scale_results(ops, *leaves, out_dtypes, **_):
+  return [(leaf.shape, dtype) for leaf, dtype in zip(leaves, out_dtypes)]
 
 
 def _clip_results(max_norm, loss_scale, *leaves, per_leaf, out_dtypes, **_):
@@ -112,4 +120,5 @@ def _define(name: str, run: Callable, results: Callable) -> Callable:
 # Called with arrays, leaves last; the options by name, `backend` (auto, native, reference) among them.
 sums = _define("globalclip_sums", _sums, _sums_results)
 norm = _define("globalclip_norm", _norm, lambda m, s, *leaves, per_leaf, on_nonfinite: _norm_results(leaves, per_leaf))
+scale = _define("globalclip_scale", _scale, _scale_results)
 clip = _define("globalclip_clip", _clip, _clip_results)

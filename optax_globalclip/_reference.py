@@ -44,7 +44,8 @@ def _exact_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The sum over all elements as a pair: a reduction whose addition keeps its rounding errors."""
   def add(a, b):
     hi, error = _two_sum(a[0], b[0])
-    return hi, a[1] + b[1] + error
+    # Back to a pair whose second is below the first's last bit: left apart, the errors of 2^25 elements outgrow T too.
+    return _two_sum(hi, a[1] + b[1] + error)
   zero = jnp.zeros((), x.dtype)
   return lax.reduce((x, jnp.zeros_like(x)), (zero, zero), add, tuple(range(x.ndim)))
 
@@ -59,10 +60,13 @@ def _square(x):
   return square, ((hi * hi - square) + x.dtype.type(2) * hi * lo) + lo * lo
 
 
-def _ldexp(x, exponent):
-  """`x * 2**exponent`, in four steps of normal factors, so that nothing is lost or infinite on the way."""
+def _ldexp(x, exponent, steps=4):
+  """`x * 2**exponent`, in steps of normal factors, so that nothing is lost or infinite on the way.
+
+  Two steps reach from any number of T to [1, 4), four from any quotient of two.
+  """
   info = jnp.finfo(x.dtype)
-  for _ in range(4):
+  for _ in range(steps):
     step = jnp.clip(exponent, info.minexp, info.maxexp - 1)
     x = x * _power_of_two(step, x.dtype)
     exponent = exponent - step
@@ -82,7 +86,7 @@ def normalize(hi, lo, exponent, nonfinite):
   value = hi + lo
   power = jnp.frexp(value)[1].astype(jnp.int32)
   shift = jnp.where(value > 0, (power - 1) >> 1, 0)
-  hi, lo = _two_sum(_ldexp(hi, -2 * shift), _ldexp(lo, -2 * shift))
+  hi, lo = _two_sum(_ldexp(hi, -2 * shift, steps=2), _ldexp(lo, -2 * shift, steps=2))
   exponent = jnp.where(value > 0, exponent + shift, ZERO_EXPONENT)
   bad = nonfinite > 0
   nan = jnp.full_like(hi, jnp.nan)
@@ -91,18 +95,34 @@ def normalize(hi, lo, exponent, nonfinite):
   return jnp.stack([hi, lo, jnp.where(bad, 0, exponent).astype(hi.dtype)], axis=-1)
 
 
-def _leaf_sum(leaf: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-  parts = [part.astype(dtype) for part in _real_parts(leaf)]
-  nonfinite = functools.reduce(jnp.add, [jnp.sum(~jnp.isfinite(p), dtype=jnp.uint32) for p in parts])
-  nonfinite = jnp.minimum(nonfinite, jnp.uint32(2**31 - 1)).astype(jnp.int32)
-  if not leaf.size:
-    row = jnp.asarray([0, 0, ZERO_EXPONENT], dtype)
-    return row, nonfinite
-  largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(p)) for p in parts])
+def _survey(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+  """How many elements are NaN or infinite, and the largest magnitude, from one pass."""
+  def add(a, b):
+    return a[0] + b[0], jnp.maximum(a[1], b[1])
+  zeros = jnp.zeros((), jnp.uint32), jnp.zeros((), parts[0].dtype)
+  of_parts = [lax.reduce(((~jnp.isfinite(part)).astype(jnp.uint32), jnp.abs(part)), zeros, add, tuple(range(part.ndim)))
+              for part in parts]
+  count, largest = functools.reduce(add, of_parts)
+  return jnp.minimum(count, jnp.uint32(2**31 - 1)).astype(jnp.int32), largest
+
+
+def _rows(leaves: Sequence[jax.Array], dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
+  """`(rows T[n, 3], nonfinite int32[n])`. What is a scalar for each leaf is done for all at once: it compiles faster."""
+  parts = [[part.astype(dtype) for part in _real_parts(leaf)] for leaf in leaves]
+  nonfinite, largest = map(jnp.stack, zip(*map(_survey, parts)))
   usable = (nonfinite == 0) & (largest > 0)
   exponent = jnp.frexp(jnp.where(usable, largest, jnp.ones_like(largest)))[1].astype(jnp.int32)
-  sums = [_exact_sum(lax.square(_ldexp(p, -exponent))) for p in parts]
-  hi, lo = functools.reduce(lambda a, b: (_two_sum(a[0], b[0])[0], a[1] + b[1] + _two_sum(a[0], b[0])[1]), sums)
+  near = jnp.clip(-exponent, jnp.finfo(dtype).minexp, jnp.finfo(dtype).maxexp - 1)
+  near, rest = _power_of_two(near, dtype), _power_of_two(-exponent - near, dtype)
+  sums = []
+  for i, of_leaf in enumerate(parts):
+    hi, lo = _exact_sum(lax.square(of_leaf[0] * near[i] * rest[i]))
+    for part in of_leaf[1:]:
+      more, more_lo = _exact_sum(lax.square(part * near[i] * rest[i]))
+      hi, error = _two_sum(hi, more)
+      lo = lo + more_lo + error
+    sums.append((hi, lo))
+  hi, lo = jnp.stack([hi for hi, _ in sums]), jnp.stack([lo for _, lo in sums])
   return normalize(hi, lo, exponent, nonfinite), nonfinite
 
 
@@ -121,9 +141,7 @@ def add_rows(rows: jax.Array, nonfinite: jax.Array) -> tuple[jax.Array, jax.Arra
 def sums(counted, leaves, *, per_leaf):
   """`(rows T[k, 3], nonfinite int32[k])`, k = number of leaves with `per_leaf`, else 1; of the leaves counted."""
   dtype = norm_dtype(leaves)
-  pairs = [_leaf_sum(leaf, dtype) for leaf in leaves]
-  rows = jnp.stack([row for row, _ in pairs]) if pairs else jnp.zeros((0, 3), dtype)
-  nonfinite = jnp.stack([n for _, n in pairs]) if pairs else jnp.zeros(0, jnp.int32)
+  rows, nonfinite = _rows(leaves, dtype) if leaves else (jnp.zeros((0, 3), dtype), jnp.zeros(0, jnp.int32))
   rows = jnp.where((counted != 0)[:, None], rows, jnp.asarray([0, 0, ZERO_EXPONENT], dtype))
   nonfinite = jnp.where(counted != 0, nonfinite, 0)
   if per_leaf:
@@ -168,9 +186,9 @@ def finish_all(rows, nonfinite, max_norm, loss_scale, *, per_leaf, on_nonfinite)
   """`(norms T[n + 1], ops T[k, 3])`: the tree's norm, then each leaf's."""
   row, count = add_rows(rows, nonfinite)
   one = functools.partial(finish, on_nonfinite=on_nonfinite)
-  norm, op = one(row, count > 0, max_norm, loss_scale)
-  norms, ops = jax.vmap(one, in_axes=(0, None, None, None))(rows, count > 0, max_norm, loss_scale)
-  return jnp.concatenate([norm[None], norms]), ops if per_leaf else op[None]
+  norms, ops = jax.vmap(one, in_axes=(0, None, None, None))(
+      jnp.concatenate([row[None], rows]), count > 0, max_norm, loss_scale)
+  return norms, ops[1:] if per_leaf else ops[:1]
 
 
 def norm(max_norm, loss_scale, leaves, *, per_leaf, on_nonfinite):

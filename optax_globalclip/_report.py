@@ -6,6 +6,7 @@ import jax
 
 from optax_globalclip import _native
 from optax_globalclip._clip import ClipState
+from optax_globalclip._loss_scale import LossScaleState, find_states, plain
 
 
 def backend_info() -> dict[str, str]:
@@ -38,14 +39,16 @@ def backend_info() -> dict[str, str]:
 
 
 def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
-  """The numbers that `monitor=True` records, found anywhere in an optimizer state.
+  """The numbers of the last clip, found anywhere in an optimizer state.
 
   Args:
-    opt_state: the state of a transformation that holds exactly one monitored clip.
+    opt_state: an optimizer state that holds exactly one `clipped_multi_steps` (which records always, once a window), or
+      one clip with `monitor=True`; `flax.nnx.Optimizer`'s included.
 
   Returns:
     Scalars by name: `global_norm` (before the clip, in true units), `clip_factor`, `steps`, `clipped_steps`,
-    `nonfinite_steps`, `consecutive_nonfinite`.
+    `nonfinite_steps`, `consecutive_nonfinite`; of `clipped_multi_steps` also `loss_scale`, the one now in
+    force. A step is an update, or a window; before the first, all are 0.
 
   Raises:
     ValueError: where the state holds no monitored clip, or several.
@@ -57,9 +60,12 @@ def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
     >>> float(ogc.clip_metrics(state)["global_norm"])
     5.0
   """
-  states = [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ClipState))
-            if isinstance(leaf, ClipState)]
+  states = find_states(opt_state, ClipState)
   if len(states) != 1:
     raise ValueError(f"clip_metrics: expected one monitored clip in the optimizer state, found {len(states)} "
                      "(global_clip and per_tensor_clip record only with monitor=True)")
-  return states[0]._asdict()
+  metrics = {name: plain(value) for name, value in states[0]._asdict().items()}
+  scales = find_states(opt_state, LossScaleState)
+  if len(scales) == 1:
+    metrics["loss_scale"] = plain(scales[0].loss_scale)
+  return metrics

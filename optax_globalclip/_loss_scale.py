@@ -1,0 +1,117 @@
+"""`DynamicLossScale`: its configuration, its moving part, and the one rule that moves it."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class LossScaleState(NamedTuple):
+  """The moving part of a loss scale; for a static one `good_windows` stays 0."""
+  loss_scale: jax.Array    # float32, the scale in force
+  good_windows: jax.Array  # int32, finite windows since the scale last changed
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+  r"""A loss scale that backs off after a non-finite window and grows after a run of finite ones.
+
+  .. math:: S \leftarrow \begin{cases}
+      \max(S \cdot \text{backoff\_factor}, \text{minimum}) & \text{after a non-finite window} \\
+      \min(S \cdot \text{growth\_factor}, \text{maximum}) & \text{after growth\_interval finite ones in a row} \\
+      S & \text{otherwise} \end{cases}
+
+  All scales are float32. Defaults are those of `torch.amp.GradScaler`, with a smaller start, a floor and a ceiling.
+
+  Args:
+    initial: the first scale, within [minimum, maximum].
+    growth_factor: at least 1.
+    backoff_factor: above 0, below 1.
+    growth_interval: finite windows in a row before the scale grows; a positive int.
+    minimum: the scale never falls below it; positive.
+    maximum: the scale never grows past it; finite in float32.
+
+  Raises:
+    ValueError: a number outside the bounds above, or not finite in float32.
+    TypeError: a value that is no number, or a `growth_interval` that is no int.
+
+  References:
+    Micikevicius et al., "Mixed precision training", 2018, section 3.2.
+  """
+  initial: float = 2.0**15
+  growth_factor: float = 2.0
+  backoff_factor: float = 0.5
+  growth_interval: int = 2000
+  minimum: float = 1.0
+  maximum: float = 2.0**127
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      expected = (int, np.integer) if field.name == "growth_interval" else (int, float, np.integer, np.floating)
+      if isinstance(value, bool) or not isinstance(value, expected):
+        kind = "an int" if field.name == "growth_interval" else "a number"
+        raise TypeError(f"DynamicLossScale: {field.name}: expected {kind}, got {value!r}")
+      if not (0 < value and math.isfinite(value) and value < 2.0**128):
+        raise ValueError(f"DynamicLossScale: {field.name}: expected a positive number that is finite in float32, "
+                         f"got {value!r}")
+    if not self.minimum <= self.initial <= self.maximum:
+      raise ValueError(f"DynamicLossScale: expected minimum <= initial <= maximum, got {self.minimum}, {self.initial}, "
+                       f"{self.maximum}")
+    if self.growth_factor < 1:
+      raise ValueError(f"DynamicLossScale: growth_factor: expected at least 1, got {self.growth_factor}")
+    if self.backoff_factor >= 1:
+      raise ValueError(f"DynamicLossScale: backoff_factor: expected less than 1, got {self.backoff_factor}")
+
+  def init(self) -> LossScaleState:
+    return LossScaleState(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
+
+  def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+    """The scale after a window that was finite or not."""
+    good = state.good_windows + 1
+    grows = good >= self.growth_interval
+    # The product may be infinite: the ceiling makes it finite again.
+    grown = jnp.minimum(state.loss_scale * jnp.float32(self.growth_factor), jnp.float32(self.maximum))
+    backed_off = jnp.maximum(state.loss_scale * jnp.float32(self.backoff_factor), jnp.float32(self.minimum))
+    return LossScaleState(
+        loss_scale=jnp.where(finite, jnp.where(grows, grown, state.loss_scale), backed_off),
+        good_windows=jnp.where(finite & ~grows, good, 0))
+
+
+def find_states(opt_state: Any, kind: type) -> list[Any]:
+  """Every instance of a state class anywhere in a nested optimizer state."""
+  leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
+  return [leaf for leaf in leaves if isinstance(leaf, kind)]
+
+
+def plain(leaf: Any) -> jax.Array:
+  """The array in a state's leaf, also where Flax nnx has wrapped it in a variable."""
+  return jax.tree.leaves(leaf)[0]
+
+
+def current_loss_scale(opt_state: Any) -> jax.Array:
+  """The loss scale by which the next micro-batch's loss is to be multiplied.
+
+  Args:
+    opt_state: an optimizer state with one `clipped_multi_steps` anywhere in it, `flax.nnx.Optimizer`'s included.
+
+  Returns:
+    A float32 scalar: the dynamic scale, the constant of a static one, 1.0 for `clipped_multi_steps` without a scale.
+
+  Raises:
+    ValueError: where the state holds no loss scale, or several.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_globalclip as ogc
+    >>> tx = ogc.clipped_multi_steps(optax.sgd(0.1), 1.0, loss_scale=ogc.DynamicLossScale(2.0**15))
+    >>> float(ogc.current_loss_scale(tx.init([jnp.zeros(2)])))
+    32768.0
+  """
+  states = find_states(opt_state, LossScaleState)
+  if len(states) != 1:
+    raise ValueError(f"current_loss_scale: expected one loss scale in the optimizer state, found {len(states)} "
+                     "(clipped_multi_steps keeps one)")
+  return plain(states[0].loss_scale)
