@@ -4,13 +4,15 @@ from optax_globalclip._clip import ClipState, clip_tree, global_clip, per_tensor
 from optax_globalclip._loss_scale import DynamicLossScale, LossScaleState, current_loss_scale
 from optax_globalclip._multi_steps import ClippedMultiStepsState, clipped_multi_steps, has_updated
 from optax_globalclip._norm import global_norm, leaf_norms
-from optax_globalclip._report import backend_info, clip_metrics
+from optax_globalclip._report import LeafReport, LeafRow, backend_info, clip_metrics, leaf_report
 
 __version__ = "0.1.0"
 __all__ = [
     "ClipState",
     "ClippedMultiStepsState",
     "DynamicLossScale",
+    "LeafReport",
+    "LeafRow",
     "LossScaleState",
     "backend_info",
     "clip_metrics",
@@ -21,5 +23,6 @@ __all__ = [
     "global_norm",
     "has_updated",
     "leaf_norms",
+    "leaf_report",
     "per_tensor_clip",
 ]

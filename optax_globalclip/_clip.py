@@ -12,6 +12,13 @@ from optax_globalclip import _norm, _partition, _reference
 POLICIES = {"propagate": _reference.PROPAGATE, "raise": _reference.PROPAGATE, "zero": _reference.ZERO}
 
 
+class LeafMetrics(NamedTuple):
+  """The norm of each leaf of the last update and its number of non-finite elements, for `leaf_report`."""
+  norms: jax.Array      # T[n], before the clip, in true units
+  nonfinite: jax.Array  # int32[n]
+  paths: jax.Array      # uint8: the leaves' paths, a line each, so that a state says by itself which leaf is which
+
+
 class ClipState(NamedTuple):
   """What `monitor=True` records, in true units: of the last update, and counted since `init`."""
   global_norm: jax.Array           # before the clip
@@ -20,6 +27,7 @@ class ClipState(NamedTuple):
   clipped_steps: jax.Array
   nonfinite_steps: jax.Array
   consecutive_nonfinite: jax.Array
+  leaf_metrics: LeafMetrics | None = None
 
 
 def check_number(name: str, value: Any) -> None:
@@ -146,14 +154,31 @@ def monitored(state: ClipState, norm, judged, bad, max_norm, *, zeroes: bool) ->
       steps=optax.safe_increment(state.steps),
       clipped_steps=count_if(clipped, state.clipped_steps),
       nonfinite_steps=count_if(bad, state.nonfinite_steps),
-      consecutive_nonfinite=jnp.where(bad, optax.safe_increment(state.consecutive_nonfinite), 0))
+      consecutive_nonfinite=jnp.where(bad, optax.safe_increment(state.consecutive_nonfinite), 0),
+      leaf_metrics=state.leaf_metrics)
 
 
-def init_monitor(params: Any) -> ClipState:
+def init_monitor(params: Any, *, leaves: bool) -> ClipState:
   wide = any(getattr(leaf, "dtype", None) in (np.float64, np.complex128) for leaf in jax.tree.leaves(params))
   dtype = np.float64 if wide else np.float32
+  metrics = None
+  if leaves:
+    keyed = jax.tree_util.tree_flatten_with_path(params)[0]
+    paths = [_norm.short_path(path) for path, leaf in keyed
+             if _norm.counts("params" + jax.tree_util.keystr(path), leaf)]
+    metrics = LeafMetrics(jnp.zeros(len(paths), dtype), jnp.zeros(len(paths), jnp.int32),
+                          jnp.asarray(np.frombuffer("\n".join(paths).encode(), np.uint8)))
   # One buffer a field: a donated state must not hold the same one twice.
-  return ClipState(jnp.zeros((), dtype), jnp.zeros((), dtype), *(jnp.zeros((), jnp.int32) for _ in range(4)))
+  return ClipState(jnp.zeros((), dtype), jnp.zeros((), dtype), *(jnp.zeros((), jnp.int32) for _ in range(4)), metrics)
+
+
+def monitored_leaves(state: ClipState, norms, nonfinite) -> ClipState:
+  """The state with the numbers of each leaf, norms T[n] and counts int32[n], recorded."""
+  metrics = state.leaf_metrics
+  if norms.shape != metrics.norms.shape:
+    raise ValueError(f"state: init recorded {metrics.norms.size} leaves of its parameters, but the updates have "
+                     f"{norms.size}: with monitor=True initialise with the tree that updates are of")
+  return state._replace(leaf_metrics=metrics._replace(norms=norms.astype(metrics.norms.dtype), nonfinite=nonfinite))
 
 
 def check_options(max_norm: Any, scale_stage: Any) -> None:
@@ -174,7 +199,7 @@ def _make(per_leaf, max_norm, *, loss_scale, on_nonfinite, monitor, update_dtype
   static_loss_scale = loss_scale
 
   def init_fn(params):
-    return init_monitor(params) if monitor else optax.EmptyState()
+    return init_monitor(params, leaves=True) if monitor else optax.EmptyState()
 
   def update_fn(updates, state, params=None, *, loss_scale=None, **extra):
     del params, extra
@@ -189,6 +214,7 @@ def _make(per_leaf, max_norm, *, loss_scale, on_nonfinite, monitor, update_dtype
         update_dtype=update_dtype, scale_stage=scale_stage, axis_name=axis_name, mesh=mesh, specs=specs)
     if not monitor:
       return updates, optax.EmptyState()
+    state = monitored_leaves(state, norms[1:], nonfinite)
     judged = norms[1:] if per_leaf else norms[:1]
     return updates, monitored(state, norms[0], judged, jnp.any(nonfinite > 0), limit, zeroes=on_nonfinite == "zero")
 
@@ -230,7 +256,7 @@ def global_clip(
     on_nonfinite: what one NaN or infinite element does. "propagate": every update becomes NaN. "zero": every update
       becomes zero, and what follows in the chain still runs. "raise": `FloatingPointError` naming the leaves, inside
       `JaxRuntimeError` under `jit`; costs a host round trip each step.
-    monitor: keep a `ClipState` for `clip_metrics` instead of `optax.EmptyState`.
+    monitor: keep a `ClipState` for `clip_metrics` and `leaf_report` instead of `optax.EmptyState`.
     update_dtype: the dtype of the updates, instead of each leaf's own.
     scale_stage: "kernel" scales in place in native code; "xla" leaves the scaling to XLA, which folds it into an
       elementwise optimizer that follows; "auto" chooses (BUILD.md has the rule).

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -17,7 +18,18 @@ from optax_globalclip import _reference
 PLATFORMS = ("cpu", "cuda")
 _TARGETS = ("sums", "norm", "scale", "clip")
 _VERSION = 1
-_FOLDER = pathlib.Path(__file__).parent
+_libraries: dict[str, ctypes.CDLL] = {}  # those in use, by platform
+
+
+def _folders() -> list[pathlib.Path]:
+  """Where a library may lie: beside this file, and where the package was installed if this file was imported from a
+  checkout, as it is by a Python started there."""
+  folders = [pathlib.Path(__file__).parent]
+  try:
+    folders.append(pathlib.Path(importlib.metadata.distribution("optax_globalclip").locate_file("optax_globalclip")))
+  except importlib.metadata.PackageNotFoundError:
+    pass
+  return folders
 
 
 class Status(NamedTuple):
@@ -37,14 +49,19 @@ def _jaxlib_ffi_minor() -> int | None:
   return int(found.group(1)) if found else None
 
 
+def _cuda_version(version: int) -> str:
+  return f"{version // 1000}.{version % 1000 // 10}"
+
+
 @functools.cache
 def status(platform: str) -> Status:
   """Loads and registers a platform's library on first use."""
   if platform not in PLATFORMS:
     return Status(False, f"no native code for platform {platform!r}")
-  path = _FOLDER / f"optax_globalclip_{platform}.so"
-  if not path.exists():
-    return Status(False, f"{path.name} was not built (BUILD.md says how)")
+  name = f"optax_globalclip_{platform}.so"
+  path = next((folder / name for folder in _folders() if (folder / name).exists()), None)
+  if path is None:
+    return Status(False, f"{name} was not built (BUILD.md says how)")
   try:
     library = ctypes.CDLL(str(path))
   except OSError as error:
@@ -53,6 +70,15 @@ def status(platform: str) -> Status:
   if running is None or built > running:
     return Status(False, f"{path.name} was built with XLA FFI 0.{built}, newer than this jaxlib's "
                          f"{'(unknown)' if running is None else f'0.{running}'}: build it against an older jaxlib")
+  if platform == "cuda":
+    # No driver at all is no reason: programs are compiled for GPUs on machines that have none.
+    driver, needed = library.optax_globalclip_cuda_driver(), library.optax_globalclip_cuda_driver_needed()
+    if 0 < driver < needed:
+      return Status(False, f"{path.name} needs a driver for CUDA {_cuda_version(needed)} or newer, and this machine's is "
+                           f"for {_cuda_version(driver)}: update the driver, or build with an older CUDA toolkit")
+    library.optax_globalclip_workspace_bytes.restype = ctypes.c_int64
+    library.optax_globalclip_workspace_bytes.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)]
+  _libraries[platform] = library
   for stage in _TARGETS:
     name = target_name(stage, platform)
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)),
@@ -85,6 +111,15 @@ def _results(leaves: Sequence[jax.Array], per_leaf: bool):
           jax.ShapeDtypeStruct((n if per_leaf else 1, 3), dtype))
 
 
+def _workspace(platform: str, leaves: Sequence[jax.Array]) -> tuple[jax.ShapeDtypeStruct, ...]:
+  """One more result on CUDA, for sums on their way between kernels: what a captured graph may keep the address of."""
+  if platform != "cuda":
+    return ()
+  sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
+  size = _libraries[platform].optax_globalclip_workspace_bytes(len(sizes), (ctypes.c_int64 * len(sizes))(*sizes))
+  return (jax.ShapeDtypeStruct((size,), np.uint8),)
+
+
 def _like(leaves):
   return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
 
@@ -92,12 +127,13 @@ def _like(leaves):
 def sums(platform, counted, leaves, *, per_leaf):
   k, dtype = len(leaves) if per_leaf else 1, _reference.norm_dtype(leaves)
   results = (jax.ShapeDtypeStruct((k, 3), dtype), jax.ShapeDtypeStruct((k,), jnp.int32))
-  return jax.ffi.ffi_call(target_name("sums", platform), results)(counted, *leaves, per_leaf=per_leaf)
+  call = jax.ffi.ffi_call(target_name("sums", platform), results + _workspace(platform, leaves))
+  return tuple(call(counted, *leaves, per_leaf=per_leaf)[:2])
 
 
 def norm(platform, max_norm, loss_scale, leaves, *, per_leaf, on_nonfinite):
-  return jax.ffi.ffi_call(target_name("norm", platform), _results(leaves, per_leaf))(
-      max_norm, loss_scale, *leaves, per_leaf=per_leaf, on_nonfinite=np.int32(on_nonfinite))
+  call = jax.ffi.ffi_call(target_name("norm", platform), _results(leaves, per_leaf) + _workspace(platform, leaves))
+  return tuple(call(max_norm, loss_scale, *leaves, per_leaf=per_leaf, on_nonfinite=np.int32(on_nonfinite))[:3])
 
 
 def scale(platform, ops, leaves, *, per_leaf):
@@ -107,8 +143,9 @@ def scale(platform, ops, leaves, *, per_leaf):
 
 
 def clip(platform, max_norm, loss_scale, leaves, *, per_leaf, on_nonfinite):
-  call = jax.ffi.ffi_call(target_name("clip", platform), _results(leaves, per_leaf) + _like(leaves),
+  call = jax.ffi.ffi_call(target_name("clip", platform),
+                          _results(leaves, per_leaf) + _like(leaves) + _workspace(platform, leaves),
                           input_output_aliases={i + 2: i + 3 for i in range(len(leaves))})
-  norms, nonfinite, ops, *clipped = call(max_norm, loss_scale, *leaves, per_leaf=per_leaf,
-                                         on_nonfinite=np.int32(on_nonfinite))
-  return norms, nonfinite, ops, tuple(clipped)
+  norms, nonfinite, ops, *rest = call(max_norm, loss_scale, *leaves, per_leaf=per_leaf,
+                                      on_nonfinite=np.int32(on_nonfinite))
+  return norms, nonfinite, ops, tuple(rest[:len(leaves)])

@@ -21,10 +21,30 @@ SUPPORTED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex1
 class Leaves(NamedTuple):
   """The leaves of a tree that count, how to put others in their place, and the leaves of another tree beside them."""
   arrays: list[jax.Array]
-  paths: list[str]
+  paths: list[str]        # as error messages name them: updates['a'][0]
+  short_paths: list[str]  # as reports do: a/0
   rebuild: Callable[..., Any]
   matching: Callable[[Any, str], list[Any]]
   spread: Callable[..., tuple]  # (name, prefix of the tree, is_leaf) -> the prefix's entry for each of `arrays`
+
+
+def counts(name: str, leaf: Any) -> bool:
+  """Whether a leaf counts; raises `TypeError` for one of a kind that neither counts nor passes through."""
+  dtype = getattr(leaf, "dtype", None)
+  if dtype is None:
+    if not isinstance(leaf, (bool, int, float, complex)):
+      raise TypeError(f"{name}: expected an array or a number, got {type(leaf).__name__}")
+    dtype = jax.dtypes.canonicalize_dtype(type(leaf))
+  if dtype == jax.dtypes.float0 or dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer):
+    return False
+  if str(dtype) not in SUPPORTED:
+    raise TypeError(f"{name}: expected one of {', '.join(SUPPORTED)}, or an integer or bool leaf to pass through; "
+                    f"got {dtype}")
+  return True
+
+
+def short_path(path: tuple) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/") or "."
 
 
 def split_leaves(tree: Any) -> Leaves:
@@ -35,23 +55,15 @@ def split_leaves(tree: Any) -> Leaves:
     ValueError: for leaves on different devices that no mesh joins, with their paths.
   """
   keyed, treedef = jax.tree_util.tree_flatten_with_path(tree)
-  everything, counted, arrays, paths = [], [], [], []
+  everything, counted, arrays, paths, short_paths = [], [], [], [], []
   for i, (path, leaf) in enumerate(keyed):
     name = "updates" + jax.tree_util.keystr(path)
     everything.append(leaf)
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-      if not isinstance(leaf, (bool, int, float, complex)):
-        raise TypeError(f"{name}: expected an array or a number, got {type(leaf).__name__}")
-      dtype = jax.dtypes.canonicalize_dtype(type(leaf))
-    if dtype == jax.dtypes.float0 or dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer):
-      continue
-    if str(dtype) not in SUPPORTED:
-      raise TypeError(f"{name}: expected one of {', '.join(SUPPORTED)}, or an integer or bool leaf to pass through; "
-                      f"got {dtype}")
-    counted.append(i)
-    arrays.append(jnp.asarray(leaf))
-    paths.append(name)
+    if counts(name, leaf):
+      counted.append(i)
+      arrays.append(jnp.asarray(leaf))
+      paths.append(name)
+      short_paths.append(short_path(path))
 
   def rebuild(new: Sequence[Any], passed_through: Callable = lambda leaf: leaf) -> Any:
     out = [passed_through(leaf) for leaf in everything]
@@ -74,7 +86,7 @@ def split_leaves(tree: Any) -> Leaves:
     return tuple(entries[i] for i in counted)
 
   _partition.check_leaves(paths, arrays)
-  return Leaves(arrays, paths, rebuild, matching, spread)
+  return Leaves(arrays, paths, short_paths, rebuild, matching, spread)
 
 
 class Options(NamedTuple):
@@ -193,7 +205,8 @@ def _clip_function(options: Options) -> Callable:
       x, dx = _wide(x, dtype) / s, _wide(dx, dtype) / s
       along = jnp.where(norm <= max_norm, jnp.zeros_like(norm), d_max - factor * d_norm)
       dy = factor * (dx - x * (ds / s)) + _over(x, norm) * along
-      d_clipped.append(jnp.where(bad, fill.astype(dy.dtype), dy).astype(clipped[i].dtype))
+      dy = jnp.where(bad, fill.astype(dy.dtype), dy).astype(clipped[i].dtype)
+      d_clipped.append(_partition.vary_as(dy, clipped[i]))
     zeros = np.zeros(nonfinite.shape, jax.dtypes.float0)
     return (norms, nonfinite, *clipped), (d_norms, zeros, *d_clipped)
 

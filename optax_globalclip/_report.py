@@ -1,10 +1,13 @@
-"""What the package says about itself and about a run: `backend_info`, `clip_metrics`."""
+"""What the package says about itself and about a run: `backend_info`, `clip_metrics`, `leaf_report`."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import optax
 
-from optax_globalclip import _native
+from optax_globalclip import _native, _norm
 from optax_globalclip._clip import ClipState
 from optax_globalclip._loss_scale import LossScaleState, find_states, plain
 
@@ -64,8 +67,87 @@ def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
   if len(states) != 1:
     raise ValueError(f"clip_metrics: expected one monitored clip in the optimizer state, found {len(states)} "
                      "(global_clip and per_tensor_clip record only with monitor=True)")
-  metrics = {name: plain(value) for name, value in states[0]._asdict().items()}
+  metrics = {name: plain(value) for name, value in states[0]._asdict().items() if name != "leaf_metrics"}
   scales = find_states(opt_state, LossScaleState)
   if len(scales) == 1:
     metrics["loss_scale"] = plain(scales[0].loss_scale)
   return metrics
+
+
+class LeafRow(NamedTuple):
+  """One leaf in a `LeafReport`."""
+  path: str
+  norm: float     # L2, before the clip, in true units
+  share: float    # of the squared norm of the finite leaves, 0 to 1; NaN for a leaf that is not finite
+  nonfinite: int  # elements that are NaN or infinite
+
+
+class LeafReport(NamedTuple):
+  """Leaves in the order of suspicion: non-finite ones first, then by falling norm. Prints as a table."""
+  rows: tuple[LeafRow, ...]
+
+  def __str__(self) -> str:
+    width = max([len("leaf"), *(len(row.path) for row in self.rows)])
+    lines = [f"{'leaf':{width}}  {'norm':>10}  {'share':>7}  {'non-finite':>10}"]
+    for row in self.rows:
+      share = "" if math.isnan(row.share) else f"{row.share:.1%}"
+      lines.append(f"{row.path:{width}}  {row.norm:10.4g}  {share:>7}  {row.nonfinite:10d}")
+    return "\n".join(lines)
+
+
+def _is_optimizer_state(tree: Any) -> bool:
+  """Whether a node of the tree is a state of optax or of this package: gradients hold none but masked nodes."""
+  def is_state(node):
+    return type(node).__module__.split(".")[0] in ("optax", "optax_globalclip") and not isinstance(node, optax.MaskedNode)
+  return any(is_state(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_state))
+
+
+def leaf_report(opt_state_or_tree: Any) -> LeafReport:
+  """Which leaf made the gradient spike, or holds NaN or infinity.
+
+  Args:
+    opt_state_or_tree: an optimizer state with one `global_clip` or `per_tensor_clip` with `monitor=True` in it
+      (`flax.nnx.Optimizer`'s included), which tells of the last update, from the pass that clipped it; or a tree of
+      gradients, which is measured now. Concrete arrays, not traced ones.
+
+  Returns:
+    A `LeafReport`: its `rows` are `LeafRow(path, norm, share, nonfinite)`, one for each leaf that counts. A share is the
+    leaf's part of the squared norm of all finite leaves, 0 where that is 0.
+
+  Raises:
+    ValueError: for a state that records no leaves, or for several that do.
+    TypeError: for a leaf of a dtype that `global_norm` does not know, naming its path.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_globalclip as ogc
+    >>> print(ogc.leaf_report({"a": jnp.array([3.0]), "b": jnp.array([4.0]), "c": jnp.array([jnp.nan, 1.0])}))
+    leaf        norm    share  non-finite
+    c            nan                    1
+    b              4    64.0%           0
+    a              3    36.0%           0
+  """
+  states = find_states(opt_state_or_tree, ClipState)
+  if states:
+    recorded = [state.leaf_metrics for state in states if state.leaf_metrics is not None]
+    if len(recorded) != 1:
+      raise ValueError(f"leaf_report: expected one clip that records leaves in the optimizer state, found {len(recorded)} "
+                       "(global_clip and per_tensor_clip do with monitor=True)")
+    norms, nonfinite, encoded = (np.asarray(plain(field)) for field in recorded[0])
+    paths = encoded.tobytes().decode().split("\n") if norms.size else []
+  elif _is_optimizer_state(opt_state_or_tree):
+    raise ValueError("leaf_report: the optimizer state holds no monitored clip (global_clip and per_tensor_clip record "
+                     "leaves with monitor=True)")
+  else:
+    leaves = _norm.split_leaves(opt_state_or_tree)
+    norms, nonfinite = (np.asarray(x) for x in _norm.measure(leaves.arrays, np.float32(1)))
+    norms, paths = norms[1:], leaves.short_paths
+  norms = norms.astype(np.float64)
+  finite = nonfinite == 0
+  largest = max(norms[finite], default=0.0)
+  # A norm beyond its dtype outweighs every other.
+  relative = np.isinf(norms) if np.isinf(largest) else norms / (largest or 1.0)
+  squares = np.square(relative.astype(np.float64))
+  total = squares[finite].sum()
+  rows = [LeafRow(path, float(norm), float(square / (total or 1.0)) if ok else math.nan, int(count))
+          for path, norm, square, ok, count in zip(paths, norms, squares, finite, nonfinite)]
+  return LeafReport(tuple(sorted(rows, key=lambda row: (-row.nonfinite, -row.norm))))
