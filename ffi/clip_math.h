@@ -11,6 +11,7 @@
 #include "leaf_table.h"
 
 #if defined(__CUDACC__)
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #elif defined(__F16C__)
 #include <immintrin.h>
@@ -51,9 +52,13 @@ static inline OGC_HOST_DEVICE float to_float(F16 x) {
 template <class Out> static inline OGC_HOST_DEVICE Out from_float(float x);
 template <> OGC_HOST_DEVICE inline float from_float<float>(float x) { return x; }
 template <> OGC_HOST_DEVICE inline BF16 from_float<BF16>(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+#else
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;  // to nearest, ties to even
   return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16 | 0x40u) : rounded)};
+#endif
 }
 template <> OGC_HOST_DEVICE inline F16 from_float<F16>(float x) {
 #if defined(__CUDA_ARCH__)
@@ -111,14 +116,14 @@ constexpr double kDown = 0x1p-600;
 constexpr double kUp = 0x1p+600;
 
 // What one chunk contributes. 32 bytes; written by one thread.
-struct SumSquares {
+struct alignas(16) SumSquares {
   double big, mid, small;
   int64_t nonfinite;
 };
 
 // A float64 sum with its rounding error beside it (Knuth's two-sum): combining thousands of chunks loses nothing.
 struct Compensated {
-  double hi = 0, lo = 0;
+  double hi, lo;
   OGC_HOST_DEVICE void add(double x) {
     const double sum = hi + x, part = sum - hi;
     lo += (hi - (sum - part)) + (x - part);
@@ -132,7 +137,7 @@ struct Compensated {
 
 struct Total {
   Compensated big, mid, small;
-  int64_t nonfinite = 0;
+  int64_t nonfinite;
   OGC_HOST_DEVICE void add(const SumSquares& x) {
     big.add(x.big);
     mid.add(x.mid);
@@ -177,6 +182,13 @@ static inline OGC_HOST_DEVICE Normalized normalize(const Total& total) {
   const double grain = ldexp(1.0, -2 * e);
   const double error = sum.hi - value + sum.lo;
   return {value * grain, error * grain, exponent + e};
+}
+
+template <class T>
+static inline OGC_HOST_DEVICE void put_sum_row(const Normalized& sum, T* row) {
+  row[0] = static_cast<T>(sum.hi);
+  row[1] = static_cast<T>(sum.hi - static_cast<double>(row[0]) + sum.lo);
+  row[2] = static_cast<T>(sum.exponent);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -236,6 +248,83 @@ static inline OGC_HOST_DEVICE NormAndOp<T> finish(const Normalized& sum, bool an
   const double max_mantissa = frexp(static_cast<double>(max_norm), &max_exponent);
   return {norm, multiply_op<T>(max_mantissa / root, max_exponent - sum.exponent)};
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What stage 2 writes
+
+struct SumsOperands {
+  const int32_t* counted;
+  void* sums;
+  int32_t* nonfinite;
+  DType dtype;
+  bool per_leaf;
+};
+
+struct NormOperands {
+  const void* max_norm;
+  const float* loss_scale;
+  void* norms;
+  int32_t* nonfinite;
+  void* ops;
+  OnNonfinite on_nonfinite;
+  DType dtype;  // of the norm
+  bool per_leaf;
+};
+
+static inline OGC_HOST_DEVICE bool counts(const SumsOperands& operands, int64_t leaf) {
+  return operands.counted[leaf] != 0;
+}
+static inline OGC_HOST_DEVICE bool counts(const NormOperands&, int64_t) { return true; }
+
+static inline OGC_HOST_DEVICE int32_t saturated(int64_t count) {
+  return count < INT32_MAX ? static_cast<int32_t>(count) : INT32_MAX;
+}
+
+// Of the sum over all leaves that count.
+template <class T>
+static inline OGC_HOST_DEVICE void put_tree(const Total& all, const SumsOperands& operands) {
+  if (operands.per_leaf) return;
+  put_sum_row(normalize(all), static_cast<T*>(operands.sums));
+  operands.nonfinite[0] = saturated(all.nonfinite);
+}
+template <class T>
+static inline OGC_HOST_DEVICE void put_leaf(int64_t leaf, const Total& total, const Total&,
+                                            const SumsOperands& operands) {
+  if (!operands.per_leaf) return;
+  const Total counted = counts(operands, leaf) ? total : Total{};
+  put_sum_row(normalize(counted), static_cast<T*>(operands.sums) + 3 * leaf);
+  operands.nonfinite[leaf] = saturated(counted.nonfinite);
+}
+
+// norms[0] is the tree's, norms[1 + i] leaf i's; one op for all leaves, or one for each.
+template <class T>
+static inline OGC_HOST_DEVICE NormAndOp<T> finish(const Total& total, const Total& all, const NormOperands& operands) {
+  return finish<T>(normalize(total), all.nonfinite > 0, *static_cast<const T*>(operands.max_norm),
+                   *operands.loss_scale, operands.on_nonfinite);
+}
+template <class T>
+static inline OGC_HOST_DEVICE void put_tree(const Total& all, const NormOperands& operands) {
+  const NormAndOp<T> tree = finish<T>(all, all, operands);
+  static_cast<T*>(operands.norms)[0] = tree.norm;
+  if (!operands.per_leaf) static_cast<ScaleOp<T>*>(operands.ops)[0] = tree.op;
+}
+template <class T>
+static inline OGC_HOST_DEVICE void put_leaf(int64_t leaf, const Total& total, const Total& all,
+                                            const NormOperands& operands) {
+  const NormAndOp<T> one = finish<T>(total, all, operands);
+  static_cast<T*>(operands.norms)[1 + leaf] = one.norm;
+  operands.nonfinite[leaf] = saturated(total.nonfinite);
+  if (operands.per_leaf) static_cast<ScaleOp<T>*>(operands.ops)[leaf] = one.op;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What stage 3 does
+
+struct ScaleOperands {
+  const void* ops;
+  DType dtype;  // of the ops
+  bool per_leaf;
+};
 
 // One element through stage 3: computed in T, rounded once to the element's own type.
 template <class In>

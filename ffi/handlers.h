@@ -6,6 +6,7 @@
 //   scale  (ops T[k,3], leaves)                       -> (leaves)
 //   clip   (max_norm T[], loss_scale f32[], leaves)   -> (norms T[n+1], nonfinite s32[n], ops T[k,3], leaves)
 // k is n with the attribute `per_leaf`, else 1. T is float64 where a leaf is float64 or complex128, else float32.
+// On CUDA sums, norm and clip have one more result, the last: workspace u8[optax_globalclip_workspace_bytes].
 #pragma once
 
 #include <string>
@@ -14,9 +15,10 @@
 #include "clip_math.h"
 #include "xla/ffi/api/ffi.h"
 
-#define GLOBALCLIP_HANDLER(name, function, binding)                                       \
+// After the binding may come a list of ffi::Traits.
+#define GLOBALCLIP_HANDLER(name, function, ...)                                              \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame*); \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, binding)
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, __VA_ARGS__)
 
 #define FFI_RETURN_IF_ERROR(expression) \
   if (ffi::Error error = (expression); error.failure()) return error
@@ -25,43 +27,11 @@ namespace globalclip {
 
 namespace ffi = xla::ffi;
 
-struct SumsOperands {
-  DType dtype;
-  const int32_t* counted;
-  void* sums;
-  int32_t* nonfinite;
-  bool per_leaf;
-};
-
-struct NormOperands {
-  DType dtype;  // of the norm
-  const void* max_norm;
-  const float* loss_scale;
-  void* norms;
-  int32_t* nonfinite;
-  void* ops;
-  bool per_leaf;
-  OnNonfinite on_nonfinite;
-};
-
-struct ScaleOperands {
-  DType dtype;
-  const void* ops;
-  bool per_leaf;
-};
-
 // Results to be scaled in place, and the operands they are usually the same memory as.
 struct AliasedLeaves {
   std::vector<Leaf> leaves;
   std::vector<const void*> sources;
 };
-
-template <class T>
-static inline OGC_HOST_DEVICE void put_sum_row(const Normalized& sum, T* row) {
-  row[0] = static_cast<T>(sum.hi);
-  row[1] = static_cast<T>(sum.hi - static_cast<double>(row[0]) + sum.lo);
-  row[2] = static_cast<T>(sum.exponent);
-}
 
 static inline std::string describe(const ffi::AnyBuffer& buffer) {
   std::string text = "dtype " + std::to_string(static_cast<int>(buffer.element_type())) + " shape [";

@@ -97,46 +97,20 @@ std::vector<Total> leaf_totals(ffi::ThreadPool& pool, const std::vector<LeafTabl
   return totals;
 }
 
-int32_t saturated(int64_t count) { return static_cast<int32_t>(std::min<int64_t>(count, INT32_MAX)); }
-
-template <class T>
-void write_sums(const std::vector<Total>& totals, const SumsOperands& operands) {
-  T* rows = static_cast<T*>(operands.sums);
-  if (operands.per_leaf) {
-    for (size_t i = 0; i < totals.size(); ++i) {
-      const Total total = operands.counted[i] ? totals[i] : Total{};
-      put_sum_row(normalize(total), rows + 3 * i);
-      operands.nonfinite[i] = saturated(total.nonfinite);
-    }
-    return;
-  }
-  Total all;
+// The rest of stage 2.
+template <class T, class Operands>
+void put(const std::vector<Total>& totals, const Operands& operands) {
+  Total all{};
   for (size_t i = 0; i < totals.size(); ++i)
-    if (operands.counted[i]) all.add(totals[i]);
-  put_sum_row(normalize(all), rows);
-  operands.nonfinite[0] = saturated(all.nonfinite);
+    if (counts(operands, i)) all.add(totals[i]);
+  put_tree<T>(all, operands);
+  for (size_t i = 0; i < totals.size(); ++i) put_leaf<T>(i, totals[i], all, operands);
 }
-
-// Stage 2 of the whole tree: norms[0] is the tree's, norms[1 + i] leaf i's; one op for all leaves, or one for each.
-template <class T>
-void write_norms(const std::vector<Total>& totals, const NormOperands& operands) {
-  const T max_norm = *static_cast<const T*>(operands.max_norm);
-  T* norms = static_cast<T*>(operands.norms);
-  ScaleOp<T>* ops = static_cast<ScaleOp<T>*>(operands.ops);
-  Total all;
-  for (const Total& total : totals) all.add(total);
-  const bool any_nonfinite = all.nonfinite > 0;
-  const NormAndOp<T> whole =
-      finish<T>(normalize(all), any_nonfinite, max_norm, *operands.loss_scale, operands.on_nonfinite);
-  norms[0] = whole.norm;
-  if (!operands.per_leaf) ops[0] = whole.op;
-  for (size_t i = 0; i < totals.size(); ++i) {
-    const NormAndOp<T> one =
-        finish<T>(normalize(totals[i]), any_nonfinite, max_norm, *operands.loss_scale, operands.on_nonfinite);
-    norms[1 + i] = one.norm;
-    operands.nonfinite[i] = saturated(totals[i].nonfinite);
-    if (operands.per_leaf) ops[i] = one.op;
-  }
+template <class Operands>
+void put(const std::vector<Total>& totals, const Operands& operands) {
+  KeepSubnormals keep;
+  if (operands.dtype == DType::kF64) put<double>(totals, operands);
+  else put<float>(totals, operands);
 }
 
 // Stage 3, last chunks first: they are the ones still in the cache.
@@ -149,12 +123,6 @@ void scale_chunks(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables, c
     if constexpr (sizeof(T) == sizeof(float)) kernels().scale_float(chunk, op);
     else kernels().scale_double(chunk, op);
   });
-}
-
-void write_norms(const std::vector<Total>& totals, const NormOperands& operands) {
-  KeepSubnormals keep;
-  if (operands.dtype == DType::kF64) write_norms<double>(totals, operands);
-  else write_norms<float>(totals, operands);
 }
 
 void run_scale(ffi::ThreadPool& pool, const std::vector<Leaf>& leaves, const ScaleOperands& operands) {
@@ -175,10 +143,7 @@ ffi::Error Sums(ffi::ThreadPool pool, ffi::AnyBuffer counted, ffi::RemainingArgs
   std::vector<Leaf> leaves;
   SumsOperands operands{};
   FFI_RETURN_IF_ERROR(bind_sums(counted, args, rets, per_leaf, &leaves, &operands));
-  const std::vector<Total> totals = leaf_totals(pool, make_leaf_tables(leaves));
-  KeepSubnormals keep;
-  if (operands.dtype == DType::kF64) write_sums<double>(totals, operands);
-  else write_sums<float>(totals, operands);
+  put(leaf_totals(pool, make_leaf_tables(leaves)), operands);
   return ffi::Error::Success();
 }
 
@@ -188,7 +153,7 @@ ffi::Error Norm(ffi::ThreadPool pool, ffi::AnyBuffer max_norm, ffi::AnyBuffer lo
   NormOperands operands;
   FFI_RETURN_IF_ERROR(
       bind_norm("norm", max_norm, loss_scale, args, rets, per_leaf, on_nonfinite, &leaves, &operands));
-  write_norms(leaf_totals(pool, make_leaf_tables(leaves)), operands);
+  put(leaf_totals(pool, make_leaf_tables(leaves)), operands);
   return ffi::Error::Success();
 }
 
@@ -208,8 +173,8 @@ ffi::Error Clip(ffi::ThreadPool pool, ffi::AnyBuffer max_norm, ffi::AnyBuffer lo
   NormOperands operands;
   FFI_RETURN_IF_ERROR(bind_clip(max_norm, loss_scale, args, rets, per_leaf, on_nonfinite, &aliased, &operands));
   copy_if_apart(aliased);
-  write_norms(leaf_totals(pool, make_leaf_tables(aliased.leaves)), operands);
-  run_scale(pool, aliased.leaves, {operands.dtype, operands.ops, per_leaf});
+  put(leaf_totals(pool, make_leaf_tables(aliased.leaves)), operands);
+  run_scale(pool, aliased.leaves, {operands.ops, operands.dtype, per_leaf});
   return ffi::Error::Success();
 }
 

@@ -42,6 +42,10 @@ def target_name(stage: str, platform: str) -> str:
   return f"optax_globalclip_{stage}_{platform}_v{_VERSION}"
 
 
+def target_names() -> tuple[str, ...]:
+  return tuple(target_name(stage, platform) for platform in PLATFORMS for stage in _TARGETS)
+
+
 def _jaxlib_ffi_minor() -> int | None:
   """The XLA FFI minor version of the running jaxlib, from the header it ships; None where it ships none."""
   header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"

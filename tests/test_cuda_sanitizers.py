@@ -1,0 +1,84 @@
+"""The CUDA kernels on the host under the sanitizers: no race between barriers, no access out of bounds, nothing undefined;
+and the harness sees a barrier that is missing."""
+
+import os
+import re
+import subprocess
+
+import pytest
+from cuda_on_cpu import build
+
+# ThreadSanitizer needs an OS thread for each CUDA thread: seconds a launch. The whole set runs in ci/slow_checks.sh.
+slow = pytest.mark.skipif(not os.environ.get("OPTAX_GLOBALCLIP_SLOW_CHECKS"),
+                          reason="minutes of ThreadSanitizer; OPTAX_GLOBALCLIP_SLOW_CHECKS=1 runs it")
+BARRIER = "  __syncthreads();"
+
+
+def source():
+  """kernels.cu with every way to sum a leaf's partials within reach of a small leaf."""
+  text = (build.SOURCES / "kernels.cu").read_text()
+  for name, value in (("kThreadChunks", 1), ("kWarpChunks", 2)):
+    text, found = re.subn(rf"(constexpr uint32_t {name} = )\d+;", rf"\g<1>{value};", text)
+    assert found == 1, f"kernels.cu has no {name}"
+  return text
+
+
+def without_barrier(which):
+  parts = source().split(BARRIER)
+  return BARRIER.join(parts[:which + 1]) + "  " + BARRIER.join(parts[which + 1:])
+
+
+def compiled(tmp_path, name, text, flags):
+  kernels = tmp_path / "kernels.cu"
+  kernels.write_text(text)
+  return build.check_program(name, flags, kernels)
+
+
+def run(program, *args, **environment):
+  return subprocess.run([program, *map(str, args)], capture_output=True, text=True, timeout=900,
+                        env={**os.environ, **environment})
+
+
+def run_with_threads(tmp_path, text, elements):
+  program = compiled(tmp_path, "check_threads", text, ["-fsanitize=thread", "-DCUDA_ON_CPU_THREADS"])
+  return run(program, 1, elements, 1, TSAN_OPTIONS="history_size=7 exitcode=66")
+
+
+def test_nothing_is_accessed_out_of_bounds_or_misaligned_and_nothing_is_undefined(tmp_path):
+  program = compiled(tmp_path, "check_addresses", source(),
+                     ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"])
+  for seed, elements in ((1, 50000), (2, 20000), (3, 5000)):
+    done = run(program, seed, elements)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_no_thread_races_another(tmp_path):
+  done = run_with_threads(tmp_path, source(), 40000)
+  assert done.returncode == 0, done.stderr[-4000:]
+
+
+def number_of_barriers():
+  return source().count(BARRIER)
+
+
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=slow), pytest.param(2, marks=slow)])
+def test_a_barrier_taken_away_is_missed(tmp_path, which):
+  assert number_of_barriers() == 3, "one test for each barrier"
+  done = run_with_threads(tmp_path, without_barrier(which), 50000)
+  assert done.returncode == 66 and "data race" in done.stderr, done.stderr[-4000:]
+
+
+@slow
+def test_a_vote_that_is_no_barrier_is_missed(tmp_path):
+  text = source()
+  assert text.count("__syncthreads_or(too_long)") == 1
+  done = run_with_threads(tmp_path, text.replace("__syncthreads_or(too_long)", "too_long"), 1000)
+  assert done.returncode == 66 and "data race" in done.stderr, done.stderr[-4000:]
+
+
+@slow
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_no_thread_races_another_in_other_trees(tmp_path, seed):
+  program = compiled(tmp_path, "check_threads", source(), ["-fsanitize=thread", "-DCUDA_ON_CPU_THREADS"])
+  done = run(program, seed, 10000, 4, TSAN_OPTIONS="history_size=7 exitcode=66")
+  assert done.returncode == 0, done.stderr[-4000:]
