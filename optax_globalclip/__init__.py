@@ -4,7 +4,7 @@ from optax_globalclip._clip import ClipState, clip_tree, global_clip, per_tensor
 from optax_globalclip._loss_scale import DynamicLossScale, LossScaleState, current_loss_scale
 from optax_globalclip._multi_steps import ClippedMultiStepsState, clipped_multi_steps, has_updated
 from optax_globalclip._norm import global_norm, leaf_norms
-from optax_globalclip._report import LeafReport, LeafRow, backend_info, clip_metrics, leaf_report
+from optax_globalclip._report import LeafReport, LeafRow, backend_info, clip_metrics, custom_call_targets, leaf_report
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "clip_tree",
     "clipped_multi_steps",
     "current_loss_scale",
+    "custom_call_targets",
     "global_clip",
     "global_norm",
     "has_updated",

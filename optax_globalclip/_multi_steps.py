@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from optax_globalclip import _clip, _loss_scale, _norm, _reference
+from optax_globalclip import _clip, _loss_scale, _norm, _partition, _reference
 from optax_globalclip._loss_scale import DynamicLossScale, LossScaleState
 
 _POLICIES = {"skip": _reference.PROPAGATE, **_clip.POLICIES}
@@ -18,7 +18,8 @@ _POLICIES = {"skip": _reference.PROPAGATE, **_clip.POLICIES}
 class ClippedMultiStepsState(NamedTuple):
   """Structure and dtypes never change from `init` on."""
   inner_state: Any
-  accumulators: Any               # sum of weight * gradient / loss_scale; None where a leaf does not count or k is 1
+  accumulators: Any               # sum of weight * gradient / loss_scale; None where a leaf does not count or k is 1.
+                                  # Of no meaning where micro_step is 0.
   weight_sum: jax.Array           # float32, of the window so far
   micro_step: jax.Array           # int32, micro-batches in the window so far
   optimizer_step: jax.Array       # int32, times that `inner` ran: what a schedule of `every_k` is called with
@@ -39,23 +40,38 @@ def _run_if(condition: jax.Array | bool, body: Callable, carry: Any) -> Any:
   return lax.while_loop(lambda state: state[0], once, (condition, carry))[1]
 
 
-def _accumulator_dtype(dtype: np.dtype) -> np.dtype:
-  return np.promote_types(dtype, np.float32) if dtype != jnp.bfloat16 else np.dtype(np.float32)
+def _dtype(leaf: Any) -> np.dtype:
+  return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", type(leaf)), allow_extended_dtype=True)
 
 
-def _cast(leaf: Any) -> Any:
-  """A floating leaf in its accumulator's dtype; any other as it is."""
-  dtype = getattr(leaf, "dtype", None)
-  if dtype is None or not jnp.issubdtype(dtype, jnp.inexact) or _accumulator_dtype(dtype) == dtype:
+def _wide_dtype(name: str, leaf: Any) -> np.dtype | None:
+  """The accumulator's dtype: the leaf's, or float32 where that is narrower; None for a leaf that does not count."""
+  dtype = _dtype(leaf)
+  if not jnp.issubdtype(dtype, jnp.inexact):
+    return None
+  if str(dtype) not in _norm.SUPPORTED:
+    raise TypeError(f"{name}: expected one of {', '.join(_norm.SUPPORTED)}, or an integer or bool leaf; got {dtype}")
+  return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+
+def _map_wide(function: Callable, params: Any) -> Any:
+  """`function(leaf, its accumulator's dtype or None)` of every leaf."""
+  def on_leaf(path, leaf):
+    return function(leaf, _wide_dtype("params" + jax.tree_util.keystr(path), leaf))
+  return jax.tree_util.tree_map_with_path(on_leaf, params)
+
+
+def _widen(leaf: Any, dtype: np.dtype | None) -> Any:
+  if dtype is None:
     return leaf
-  if isinstance(leaf, jax.ShapeDtypeStruct):
-    return leaf.update(dtype=_accumulator_dtype(dtype))
-  return leaf.astype(_accumulator_dtype(dtype))
+  return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf, dtype)
 
 
-def _true_divide(x: jax.Array, scale: jax.Array) -> jax.Array:
+def _divide(x: jax.Array, scale: jax.Array) -> jax.Array:
   """`x / scale`, rounded once: a denominator of the same shape, which XLA cannot turn into a reciprocal."""
-  return x / jnp.where(x == x, scale.astype(x.real.dtype), 1).astype(x.dtype)
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    return lax.complex(_divide(x.real, scale), _divide(x.imag, scale))
+  return x / jnp.where(x == x, scale.astype(x.dtype), jnp.ones_like(x))
 
 
 def _check_every_k(every_k: Any) -> None:
@@ -72,14 +88,23 @@ def _check_every_k(every_k: Any) -> None:
 
 def _check_weight(weight: Any) -> None:
   _clip.check_number("weight", weight)
-  if not isinstance(weight, jax.Array) and not 0 <= _clip.to_float(weight) < np.inf:
-    raise ValueError(f"weight: expected a finite number that is not negative, got {weight!r}")
+  if not isinstance(weight, jax.Array):
+    with np.errstate(over="ignore"):
+      as_float32 = np.float32(_clip.to_float(weight))
+    if not 0 <= as_float32 < np.inf:
+      raise ValueError(f"weight: expected a number that is not negative and finite in float32, got {weight!r}")
 
 
-def _valid_or_nan(scale: jax.Array, lowest_is_valid: bool) -> jax.Array:
+def _check_boundary(boundary: Any) -> None:
+  if np.shape(boundary) or _dtype(boundary) != np.bool_:
+    raise TypeError(f"boundary: expected a bool or a bool scalar, got dtype {_dtype(boundary)}, shape "
+                    f"{np.shape(boundary)}")
+
+
+def _valid_or_nan(value: jax.Array, lowest_is_valid: bool) -> jax.Array:
   """The value, or NaN where it is negative, infinite or NaN (or 0, unless that is valid)."""
-  valid = ((scale >= 0) if lowest_is_valid else (scale > 0)) & (scale < jnp.inf)
-  return jnp.where(valid, scale, jnp.nan)
+  valid = ((value >= 0) if lowest_is_valid else (value > 0)) & (value < jnp.inf)
+  return jnp.where(valid, value, jnp.nan)
 
 
 def clipped_multi_steps(
@@ -90,6 +115,9 @@ def clipped_multi_steps(
     loss_scale: Any = None,
     on_nonfinite: str = "skip",
     update_dtype=None,
+    axis_name: Any = None,
+    mesh: Any = None,
+    specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Runs `inner` once a window of micro-batches, on their clipped mean gradient.
 
@@ -114,6 +142,9 @@ def clipped_multi_steps(
       included. "skip": updates are zero, `inner` does not run, a clean window starts. "propagate", "zero" and "raise":
       as for `global_clip`, and `inner` runs. Under each a dynamic scale backs off once.
     update_dtype: the dtype of the updates, instead of the parameters' own.
+    axis_name: as for `global_clip`.
+    mesh: as for `global_clip`.
+    specs: as for `global_clip`; of the updates, and so of the accumulators.
 
   Returns:
     A transformation with state `ClippedMultiStepsState`, whose `update` also takes:
@@ -121,15 +152,17 @@ def clipped_multi_steps(
     * `loss_scale`: see above.
     * `weight`: the micro-batch's weight w, its number of tokens, say; default 1. One of weight 0 contributes nothing,
       even where it is NaN; a window whose weights sum to 0 gives zero updates, does not run `inner` and leaves the
-      scale. Negative and NaN weights make the window non-finite.
+      scale. A traced weight that is negative or not finite makes the window non-finite, as a traced scale that is not
+      finite and positive does.
     * `boundary`: True ends the window with this micro-batch, whatever it holds; may be traced.
 
     Other extra arguments reach `inner` from the call that ends the window. Updates have the parameters' dtypes (the
-    accumulators' where no parameters are given). Accumulators are float32, or float64 for float64 leaves.
+    accumulators' where no parameters are given). Accumulators have the parameters' dtypes too, or float32 for narrower
+    ones. Integer and bool leaves do not count; they come out as they went in where `inner` runs, and zero elsewhere.
 
   Raises:
-    ValueError: as `global_clip`; an `every_k` below 1; updates of another structure than the parameters'.
-    TypeError: as `global_clip`; an `every_k` that is neither an int nor a schedule.
+    ValueError: as `global_clip`; an `every_k` below 1; updates of another structure or shape than the parameters'.
+    TypeError: as `global_clip`; an `every_k` that is neither an int nor a schedule; complex updates of real parameters.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_globalclip as ogc
@@ -150,99 +183,105 @@ def clipped_multi_steps(
   _clip.check_choice("on_nonfinite", on_nonfinite, _POLICIES)
   _check_every_k(every_k)
   dynamic = loss_scale if isinstance(loss_scale, DynamicLossScale) else None
-  if loss_scale is not None and dynamic is None:
-    _clip.check_loss_scale(loss_scale)
+  static = None if dynamic else loss_scale
+  if static is not None:
+    _clip.check_loss_scale(static)
   update_dtype = _clip.check_update_dtype(update_dtype)
-  constructed_scale = loss_scale
+  _partition.check_placement(axis_name, mesh, specs)
   accumulates = callable(every_k) or every_k > 1
 
-  def initial_scale() -> LossScaleState:
-    if dynamic is not None:
-      return dynamic.init()
-    constant = 1 if constructed_scale is None else constructed_scale
-    return LossScaleState(_clip.as_scalar(constant, np.float32), jnp.zeros((), jnp.int32))
+  def static_scale() -> jax.Array:
+    # A buffer of its own: a donated state must not take the caller's scale with it.
+    return jnp.array(_clip.as_scalar(1 if static is None else static, np.float32), copy=True)
 
   def init_fn(params):
-    def accumulator(leaf):
-      counts = accumulates and jnp.issubdtype(getattr(leaf, "dtype", np.int32), jnp.inexact)
-      return jnp.zeros_like(leaf, dtype=_accumulator_dtype(leaf.dtype)) if counts else None
+    def accumulator(leaf, dtype):
+      return jnp.zeros_like(leaf, dtype=dtype) if accumulates and dtype is not None else None
+    inner_state = inner.init(_map_wide(_widen, params))
     return ClippedMultiStepsState(
-        inner_state=inner.init(jax.tree.map(_cast, params)),
-        accumulators=jax.tree.map(accumulator, params),
+        inner_state=jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), inner_state),
+        accumulators=_map_wide(accumulator, params),
         weight_sum=jnp.zeros((), jnp.float32),
         micro_step=jnp.zeros((), jnp.int32),
         optimizer_step=jnp.zeros((), jnp.int32),
         updated=jnp.zeros((), jnp.bool_),
-        scale_state=initial_scale(),
-        clip_state=_clip.init_monitor(params))
+        scale_state=dynamic.init() if dynamic else LossScaleState(static_scale(), jnp.zeros((), jnp.int32)),
+        clip_state=_clip.init_monitor(params, leaves=False))
 
   def update_fn(updates, state, params=None, *, loss_scale=None, weight=None, boundary=None, **extra):
     leaves = _norm.split_leaves(updates)
     if loss_scale is not None:
       _clip.check_loss_scale(loss_scale)
       scale = _clip.as_scalar(loss_scale, np.float32)
-    elif dynamic is not None:
+    elif dynamic:
       scale = state.scale_state.loss_scale
     else:
-      scale = None if constructed_scale is None else _clip.as_scalar(constructed_scale, np.float32)
+      scale = None if static is None else _clip.as_scalar(static, np.float32)
     if scale is not None:
       scale = _valid_or_nan(scale, lowest_is_valid=False)
     if weight is not None:
       _check_weight(weight)
       weight = _valid_or_nan(_clip.as_scalar(weight, np.float32), lowest_is_valid=True)
-    wide_dtypes = [_accumulator_dtype(x.dtype) for x in leaves.arrays]
+    if boundary is not None:
+      _check_boundary(boundary)
+    wide_dtypes = _wide_dtypes(leaves, state.accumulators if accumulates else params)
     out_dtypes = _out_dtypes(leaves, wide_dtypes, params, update_dtype)
 
-    weight_sum = state.weight_sum + (jnp.float32(1) if weight is None else weight)
+    # The window's gradient is `gradients / divisor`, and a divisor that is not finite makes it NaN.
+    added = jnp.float32(1) if weight is None else weight
+    if scale is not None:
+      added = jnp.where(jnp.isnan(scale) & (added != 0), scale, added)
+    weight_sum = state.weight_sum + added
     if accumulates:
-      gradients, divisor = _accumulated(leaves, state.accumulators, scale, weight), weight_sum
-      closes = _closes(state, boundary)
+      gradients, divisor = _accumulated(leaves, state, scale, weight), weight_sum
+      closes = _reaches(every_k, state) if boundary is None else _reaches(every_k, state) | boundary
       measures = closes & (weight_sum != 0)
     else:
-      gradients, divisor = leaves.arrays, scale
+      gradients, divisor = leaves.arrays, jnp.float32(1) if scale is None else scale
       closes = measures = True
-      if weight is not None:  # (w g / S) / w, where w is not 0
-        divisor = jnp.where(jnp.isnan(weight), weight, jnp.float32(1) if scale is None else scale)
+      if weight is not None:  # (w g / S) / w
+        gradients = [x.astype(dtype) for x, dtype in zip(gradients, wide_dtypes)]
+        divisor = jnp.where(jnp.isnan(added), added, divisor)
         measures = weight != 0
-    divides = divisor is not None
-    divisor = divisor if divides else jnp.ones((), jnp.float32)
     limit = _clip.as_scalar(max_norm, _reference.norm_dtype(gradients))
-    options = _norm.Options(on_nonfinite=_POLICIES[on_nonfinite])
-
-    def measure(_):
-      norms, nonfinite, op = _norm.norm_and_op(gradients, limit, divisor, options)
-      if on_nonfinite == "raise":
-        _clip.raise_if(leaves.paths, nonfinite)
-      return norms[0], jnp.any(nonfinite > 0) | jnp.isnan(divisor), op
+    options = _norm.Options(on_nonfinite=_POLICIES[on_nonfinite], leaf_norms=on_nonfinite == "raise",
+                            divides=accumulates or scale is not None, out_dtypes=tuple(wide_dtypes),
+                            **_partition.place(leaves, axis_name, mesh, specs))
 
     def run_inner(carry):
-      buffers, inner_state = carry
-      clipped = [_reference.scale(x, op, dtype, divides=divides, zeroes=on_nonfinite == "zero")
-                 for x, dtype in zip(buffers if accumulates else gradients, wide_dtypes)]
-      new, inner_state_after = inner.update(leaves.rebuild(clipped), inner_state, jax.tree.map(_cast, params), **extra)
+      clipped, inner_state = carry
+      new, inner_state_after = inner.update(leaves.rebuild(clipped), inner_state, _map_wide(_widen, params), **extra)
       new = [x.astype(dtype) for x, dtype in zip(leaves.matching(new, "updates of inner"), wide_dtypes)]
-      return new, jax.tree.map(lambda x, before: jnp.asarray(x).astype(before.dtype), inner_state_after, inner_state)
+      return new, jax.tree.map(lambda x, before: jnp.asarray(x, before.dtype), inner_state_after, inner_state)
 
-    nothing = (jnp.zeros((), limit.dtype), jnp.zeros((), jnp.bool_), jnp.zeros((3,), limit.dtype))
-    norm, bad, op = _run_if(measures, measure, nothing)
-    runs = measures & ~bad if on_nonfinite == "skip" else measures
+    def close_window(carry):
+      _, gradients, inner_state = carry
+      norms, nonfinite, clipped = _norm.clip(gradients, limit, divisor, options)
+      bad = jnp.any(nonfinite > 0) | ~jnp.isfinite(divisor)
+      runs = ~bad if on_nonfinite == "skip" else True
+      return (norms[0], nonfinite, bad), *_run_if(runs, run_inner, (clipped, inner_state))
+
+    nothing = (jnp.zeros((), limit.dtype), jnp.zeros(len(gradients) if options.leaf_norms else 1, jnp.int32),
+               jnp.zeros((), jnp.bool_))
     # One buffer a leaf: the accumulator on the way in, the optimizer's update on the way out.
-    buffers = gradients if accumulates else [jnp.zeros_like(x, dtype=d) for x, d in zip(leaves.arrays, wide_dtypes)]
-    buffers, inner_state = _run_if(runs, run_inner, (buffers, state.inner_state))
-    out = [jnp.where(runs, x, 0).astype(dtype) for x, dtype in zip(buffers, out_dtypes)]
+    (norm, nonfinite, bad), buffers, inner_state = _run_if(measures, close_window, (nothing, gradients, state.inner_state))
+    runs = measures & ~bad if on_nonfinite == "skip" else measures
+    if on_nonfinite == "raise":
+      _clip.raise_if(leaves.paths, nonfinite)
+    out = [jnp.where(runs, x, jnp.zeros_like(x)).astype(dtype) for x, dtype in zip(buffers, out_dtypes)]
 
     def moved_if(condition, new, old):
       return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
+    def passed_through(leaf):
+      return leaf if _dtype(leaf) == jax.dtypes.float0 else jnp.where(runs, leaf, jnp.zeros_like(leaf))
     closed = _clip.monitored(state.clip_state, norm, norm[None], bad, limit, zeroes=on_nonfinite in ("zero", "skip"))
-    scale_state = state.scale_state
-    if dynamic is not None:
-      scale_state = moved_if(measures, dynamic.update(scale_state, ~bad), scale_state)
-    elif constructed_scale is not None:
-      scale_state = scale_state._replace(loss_scale=_clip.as_scalar(constructed_scale, np.float32))
-    return leaves.rebuild(out), ClippedMultiStepsState(
+    if dynamic:
+      scale_state = moved_if(measures, dynamic.update(state.scale_state, ~bad), state.scale_state)
+    else:
+      scale_state = state.scale_state._replace(loss_scale=static_scale())
+    return leaves.rebuild(out, passed_through), ClippedMultiStepsState(
         inner_state=inner_state,
-        accumulators=leaves.rebuild([jnp.where(closes, 0, x) for x in buffers], passed_through=lambda _: None)
-        if accumulates else state.accumulators,
+        accumulators=leaves.rebuild(buffers, lambda _: None) if accumulates else state.accumulators,
         weight_sum=jnp.where(closes, jnp.float32(0), weight_sum),
         micro_step=jnp.where(closes, 0, state.micro_step + 1),
         optimizer_step=moved_if(runs, optax.safe_increment(state.optimizer_step), state.optimizer_step),
@@ -250,42 +289,52 @@ def clipped_multi_steps(
         scale_state=scale_state,
         clip_state=moved_if(measures, closed, state.clip_state))
 
-  def _closes(state, boundary):
-    k = every_k(state.optimizer_step) if callable(every_k) else every_k
-    closes = state.micro_step + 1 >= k
-    if boundary is None:
-      return closes
-    boundary = jnp.asarray(boundary)
-    if boundary.dtype != jnp.bool_ or boundary.ndim:
-      raise TypeError(f"boundary: expected a bool or a bool scalar, got dtype {boundary.dtype}, shape {boundary.shape}")
-    return closes | boundary
-
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _out_dtypes(leaves: _norm.Leaves, accumulator_dtypes, params: Any, update_dtype) -> list[np.dtype]:
+def _wide_dtypes(leaves: _norm.Leaves, like: Any) -> list[np.dtype]:
+  """The dtypes of the gradients that reach `inner`: those of the accumulators or parameters `like`, or their own."""
+  likes = leaves.arrays if like is None else leaves.matching(like, "parameters")
+  out = []
+  for path, gradient, leaf in zip(leaves.paths, leaves.arrays, likes):
+    dtype = _wide_dtype(path, leaf)
+    if gradient.shape != np.shape(leaf):
+      raise ValueError(f"{path}: expected shape {np.shape(leaf)}, that of the parameter; got {gradient.shape}")
+    if dtype is None or jnp.iscomplexobj(gradient) > jnp.issubdtype(dtype, jnp.complexfloating):
+      raise TypeError(f"{path}: expected updates that a parameter of dtype {_dtype(leaf)} can take; got {gradient.dtype}")
+    out.append(dtype)
+  return out
+
+
+def _out_dtypes(leaves: _norm.Leaves, wide_dtypes: list[np.dtype], params: Any, update_dtype) -> list[np.dtype]:
   """The dtypes of the updates: `update_dtype`, else the parameters', else the accumulators'."""
   if update_dtype is not None:
-    return [_clip.out_dtype(p, x, update_dtype, False) for p, x in zip(leaves.paths, leaves.arrays)]
-  if params is None:
-    return list(accumulator_dtypes)
-  return [x.dtype for x in leaves.matching(params, "params")]
+    return [_clip.out_dtype(path, x, update_dtype, False) for path, x in zip(leaves.paths, leaves.arrays)]
+  return wide_dtypes if params is None else [_dtype(leaf) for leaf in leaves.matching(params, "parameters")]
 
 
-def _accumulated(leaves: _norm.Leaves, accumulators: Any, scale, weight) -> list[jax.Array]:
-  """The accumulators after this micro-batch; one of weight 0 leaves them as they are, whatever it holds."""
+def _accumulated(leaves: _norm.Leaves, state: ClippedMultiStepsState, scale, weight) -> list[jax.Array]:
+  """The accumulators after this micro-batch; one of weight 0 adds nothing, whatever it holds."""
+  accumulators = leaves.matching(state.accumulators, "parameters")
+  if len(accumulators) != len(jax.tree.leaves(state.accumulators)):
+    known = {"updates" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.accumulators)}
+    raise ValueError(f"{min(known - set(leaves.paths))}: expected updates of every floating parameter, got none")
   out = []
-  for path, gradient, accumulator in zip(leaves.paths, leaves.arrays, leaves.matching(accumulators, "accumulators")):
-    if gradient.shape != accumulator.shape:
-      raise ValueError(f"{path}: expected shape {accumulator.shape}, that of the parameter; got {gradient.shape}")
+  for gradient, accumulator in zip(leaves.arrays, accumulators):
     x = gradient.astype(accumulator.dtype)
     if scale is not None:
-      x = _true_divide(x, scale)
+      x = _divide(x, scale)
     if weight is not None:
-      weighted = x * weight.astype(x.real.dtype)
-      x = jnp.where(weight == 0, jnp.zeros_like(x), weighted)
-    out.append(accumulator + x)
+      x = jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
+    # What the last window left is cleared here rather than when it ended, which saves a pass over the accumulators.
+    out.append(jnp.where(state.micro_step == 0, jnp.zeros_like(x), accumulator) + x)
   return out
+
+
+def _reaches(every_k: int | Callable, state: ClippedMultiStepsState) -> jax.Array:
+  """Whether the window holds `every_k` micro-batches with this one."""
+  k = jnp.asarray(every_k(state.optimizer_step) if callable(every_k) else every_k)
+  return (state.micro_step + 1).astype(jnp.float32) >= k.astype(jnp.float32)
 
 
 def has_updated(opt_state: Any) -> jax.Array:

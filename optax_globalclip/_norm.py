@@ -106,25 +106,24 @@ class Options(NamedTuple):
   specs: tuple[Any, ...] | None = None
 
 
-def _inner(x: jax.Array, dx: jax.Array, dtype) -> jax.Array:
-  """Re <x, dx>, summed in `dtype`."""
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    return _inner(x.real, dx.real, dtype) + _inner(x.imag, dx.imag, dtype)
-  return jnp.sum(x.astype(dtype) * dx.astype(dtype))
-
-
 def _wide(x: jax.Array, dtype) -> jax.Array:
-  """`x` in the norm's dtype, or in the complex dtype of its width."""
+  """`x` in the norm's dtype; of a complex leaf its real and its imaginary parts, stacked."""
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    return x.astype(np.complex128 if dtype == np.float64 else np.complex64)
+    x = jnp.stack([x.real, x.imag])
+  return x.astype(dtype)
+
+
+def _narrow(x: jax.Array, dtype) -> jax.Array:
+  """The leaf of `dtype` that `_wide` made `x` from."""
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    return jax.lax.complex(x[0], x[1]).astype(dtype)
   return x.astype(dtype)
 
 
 def _over(numerator: jax.Array, norm: jax.Array) -> jax.Array:
   """`numerator / norm`, and 0 where the norm is 0: the derivative there, as for `optax.safe_norm`."""
   positive = norm != 0
-  return jnp.where(positive, numerator / jnp.where(positive, norm, jnp.ones_like(norm)).astype(numerator.dtype),
-                   jnp.zeros_like(numerator))
+  return jnp.where(positive, numerator / jnp.where(positive, norm, jnp.ones_like(norm)), jnp.zeros_like(numerator))
 
 
 def _norm_tangents(norms, loss_scale, leaves, d_loss_scale, d_leaves, options):
@@ -135,7 +134,7 @@ def _norm_tangents(norms, loss_scale, leaves, d_loss_scale, d_leaves, options):
   of_leaves = []
   for x, dx, norm in zip(leaves, d_leaves, by_leaf):
     unit = _over(_wide(x, dtype) / s, norm)
-    of_leaves.append(_inner(unit, _wide(dx, dtype) / s, dtype))
+    of_leaves.append(jnp.sum(unit * (_wide(dx, dtype) / s)))
   of_leaves = _partition.sum_shards(of_leaves, leaves, options)
   if not options.leaf_norms:
     return sum(of_leaves, jnp.zeros((), dtype))[None] - norms * (ds / s)
@@ -205,7 +204,7 @@ def _clip_function(options: Options) -> Callable:
       x, dx = _wide(x, dtype) / s, _wide(dx, dtype) / s
       along = jnp.where(norm <= max_norm, jnp.zeros_like(norm), d_max - factor * d_norm)
       dy = factor * (dx - x * (ds / s)) + _over(x, norm) * along
-      dy = jnp.where(bad, fill.astype(dy.dtype), dy).astype(clipped[i].dtype)
+      dy = _narrow(jnp.where(bad, fill, dy), clipped[i].dtype)
       d_clipped.append(_partition.vary_as(dy, clipped[i]))
     zeros = np.zeros(nonfinite.shape, jax.dtypes.float0)
     return (norms, nonfinite, *clipped), (d_norms, zeros, *d_clipped)

@@ -22,11 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_globalclip import _compat, _platform, _reference
 
 _DEVICES = "globalclip_devices"  # the one axis of the mesh that `custom_partitioning` runs on
+# Says so of any number of devices, which a callback of XLA's may not know.
+_REPLICATED = NamedSharding(AbstractMesh((1,), (_DEVICES,)), PartitionSpec())
 _LIMB_BITS = 12                  # leaves 19 bits for carries: sums over 2**18 devices fit in int32
 
 
@@ -42,7 +44,7 @@ def check_placement(axis_name: Any, mesh: Any, specs: Any) -> None:
   if mesh is not None and axis_name is not None:
     raise ValueError("axis_name and mesh: axis_name is for use inside shard_map and pmap, mesh and specs for use "
                      "outside; got both")
-  if mesh is not None and not isinstance(mesh, (Mesh, jax.sharding.AbstractMesh)):
+  if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
     raise TypeError(f"mesh: expected a jax.sharding.Mesh or AbstractMesh, got {type(mesh).__name__}")
   for entry in jax.tree.leaves(axis_name, is_leaf=_is_axis_names):
     if not _is_axis_names(entry):
@@ -77,6 +79,9 @@ def place(leaves, axis_name: Any, mesh: Any, specs: Any) -> dict[str, Any]:
     return dict(axes=axes)
   if mesh is None:
     return {}
+  if bound := _mesh_of(leaves.arrays).manual_axes:
+    raise ValueError(f"mesh: this call is inside a shard_map or pmap over {list(bound)}, where leaves are shards already: "
+                     "leave mesh and specs out, or use axis_name")
   specs = leaves.spread("specs", specs, _is_spec)
   for name, leaf, spec in zip(leaves.paths, leaves.arrays, specs):
     if len(spec) > leaf.ndim:
@@ -124,6 +129,11 @@ class _Layout(NamedTuple):
 def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
   missing = axes - _compat.varying_axes(x)
   return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def vary_as(x: jax.Array, like: jax.Array) -> jax.Array:
+  """`x`, of a type that varies over every manual axis over which that of `like` does."""
+  return _vary(x, _compat.varying_axes(like))
 
 
 def _varying(arrays: Sequence[jax.Array]) -> frozenset[str]:
@@ -354,6 +364,7 @@ def _without_padding(shard: jax.Array, shape: tuple[int, ...], tiles: np.ndarray
 
 def _on_auto_mesh(max_norm, loss_scale, *leaves, options, scales):
   run = functools.partial(_on_one, options=options, scales=scales)
+  x64 = jax.config.jax_enable_x64
 
   @custom_partitioning
   def partitioned(max_norm, loss_scale, *leaves):
@@ -370,20 +381,12 @@ def _on_auto_mesh(max_norm, loss_scale, *leaves, options, scales):
 
   def infer_sharding(mesh, operand_shapes, result_shapes):
     del mesh
-    replicated, *of_leaves = _shardings(operand_shapes)
-    return (replicated, replicated, *(of_leaves if scales else (replicated,)))
-
-  def _shardings(operand_shapes):
-    """Replication, then the leaves' shardings."""
-    known = [leaf.sharding for leaf in operand_shapes if leaf.sharding is not None]
-    devices = list(known[0].devices_indices_map(()))
-    replicated = NamedSharding(Mesh(np.asarray(devices), (_DEVICES,)), PartitionSpec())
-    return replicated, *(replicated if leaf.sharding is None else leaf.sharding for leaf in operand_shapes[2:])
+    of_leaves = [_REPLICATED if leaf.sharding is None else leaf.sharding for leaf in operand_shapes[2:]]
+    return (_REPLICATED, _REPLICATED, *(of_leaves if scales else (_REPLICATED,)))
 
   def partition(mesh, operand_shapes, result_shapes):
-    del mesh
-    replicated, *of_leaves = _shardings(operand_shapes)
     shapes = [leaf.shape for leaf in operand_shapes[2:]]
+    of_leaves = [leaf.sharding for leaf in operand_shapes[2:]]
     tiling = _tiling(of_leaves, [len(shape) for shape in shapes])
 
     def on_each_device(max_norm, loss_scale, *shards):
@@ -393,10 +396,12 @@ def _on_auto_mesh(max_norm, loss_scale, *leaves, options, scales):
       layout = _Layout((_DEVICES,), tiling.groups if len(tiling.groups) > 1 else None,
                        jnp.asarray(tiling.counted)[device][tiling.kind])
       summed = [_without_padding(x, shape, tiles, device) for x, shape, tiles in zip(shards, shapes, tiling.tiles)]
-      return _on_shards(max_norm, loss_scale, *shards, options=options, scales=scales, layout=layout, summed=summed)
+      # XLA compiles on threads of its own, which know nothing of a `with jax.enable_x64(True)` around the caller.
+      with jax.enable_x64(x64):
+        return _on_shards(max_norm, loss_scale, *shards, options=options, scales=scales, layout=layout, summed=summed)
 
-    results = (replicated, replicated, *(of_leaves if scales else (replicated,)))
-    return replicated.mesh, on_each_device, results, (replicated, replicated, *of_leaves)
+    results = (_REPLICATED, _REPLICATED, *(of_leaves if scales else (_REPLICATED,)))
+    return Mesh(np.asarray(tiling.devices), (_DEVICES,)), on_each_device, results, (_REPLICATED, _REPLICATED, *of_leaves)
 
   # Shardings are asked for as XLA holds them: not every one can be written in the names of a mesh.
   partitioned.def_partition(partition, infer_sharding_from_operands=infer_sharding, sharding_rule=rule,
@@ -412,9 +417,6 @@ def _run(max_norm, loss_scale, *leaves, options, scales):
   mesh = _mesh_of(leaves)
   fixed = dict(options=options, scales=scales)
   if options.mesh is not None:
-    if mesh.manual_axes:
-      raise ValueError(f"mesh=: this call is inside a shard_map or pmap over {list(mesh.manual_axes)}, where leaves are "
-                       "shards already: leave mesh and specs out, or use axis_name")
     return _in_shard_map(options.mesh, options.specs, [()] * len(leaves), max_norm, loss_scale, *leaves, **fixed,
                          check_vma=False)
   if mesh.auto_axes and (mesh.manual_axes or mesh.explicit_axes):

@@ -105,8 +105,11 @@ def _define(name: str, run: Callable, results: Callable) -> Callable:
   def lower_for(platform):
     def rule(ctx, *operands, backend, **params):
       chosen = platform if _native.use_native(platform or "this platform", backend) else None
+      # A partitioned program is lowered on a thread of XLA's, which knows nothing of a `with jax.enable_x64(True)`.
+      x64 = jax.config.jax_enable_x64 or _reference.norm_dtype(ctx.avals_in) == np.float64
       def run_chosen(*args):
-        return run(chosen, *args, **params)
+        with jax.enable_x64(x64):
+          return run(chosen, *args, **params)
       return mlir.lower_fun(run_chosen, multiple_results=True)(ctx, *operands)
     return rule
 

@@ -81,10 +81,23 @@ def _power_of_two(exponent, dtype):
   return lax.bitcast_convert_type(bits, dtype)
 
 
+def _frexp(x):
+  """`(mantissa, exponent)` as `jnp.frexp`, the second int32: that of jax 0.12 loses the axes over which `x` varies."""
+  info = jnp.finfo(x.dtype)
+  word = np.int64 if x.dtype == np.float64 else np.int32
+  mask, half = word(2**info.nexp - 1), word(info.maxexp - 2)  # of the exponent's bits; what they hold for [0.5, 1)
+  subnormal = jnp.abs(x) < info.tiny
+  bits = lax.bitcast_convert_type(jnp.where(subnormal, x * x.dtype.type(2.0**info.nmant), x), word)
+  exponent = ((bits >> word(info.nmant)) & mask) - half - jnp.where(subnormal, word(info.nmant), word(0))
+  mantissa = lax.bitcast_convert_type((bits & ~(mask << word(info.nmant))) | (half << word(info.nmant)), x.dtype)
+  ordinary = (x != 0) & jnp.isfinite(x)
+  return jnp.where(ordinary, mantissa, x), jnp.where(ordinary, exponent, word(0)).astype(jnp.int32)
+
+
 def normalize(hi, lo, exponent, nonfinite):
   """A row `(hi, lo, exponent)` of the same value with hi in [1, 4), or 0; (NaN, 0, 0) where an element is not finite."""
   value = hi + lo
-  power = jnp.frexp(value)[1].astype(jnp.int32)
+  power = _frexp(value)[1]
   shift = jnp.where(value > 0, (power - 1) >> 1, 0)
   hi, lo = _two_sum(_ldexp(hi, -2 * shift, steps=2), _ldexp(lo, -2 * shift, steps=2))
   exponent = jnp.where(value > 0, exponent + shift, ZERO_EXPONENT)
@@ -111,7 +124,7 @@ def _rows(leaves: Sequence[jax.Array], dtype: np.dtype) -> tuple[jax.Array, jax.
   parts = [[part.astype(dtype) for part in _real_parts(leaf)] for leaf in leaves]
   nonfinite, largest = map(jnp.stack, zip(*map(_survey, parts)))
   usable = (nonfinite == 0) & (largest > 0)
-  exponent = jnp.frexp(jnp.where(usable, largest, jnp.ones_like(largest)))[1].astype(jnp.int32)
+  exponent = _frexp(jnp.where(usable, largest, jnp.ones_like(largest)))[1]
   near = jnp.clip(-exponent, jnp.finfo(dtype).minexp, jnp.finfo(dtype).maxexp - 1)
   near, rest = _power_of_two(near, dtype), _power_of_two(-exponent - near, dtype)
   sums = []
@@ -128,7 +141,7 @@ def _rows(leaves: Sequence[jax.Array], dtype: np.dtype) -> tuple[jax.Array, jax.
 
 def add_rows(rows: jax.Array, nonfinite: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The row and the count of all `rows` (T[n, 3]) together."""
-  bad = jnp.minimum(jnp.sum(nonfinite.astype(jnp.uint32)), jnp.uint32(2**31 - 1)).astype(jnp.int32)
+  bad = jnp.minimum(jnp.sum(nonfinite, dtype=jnp.uint32), jnp.uint32(2**31 - 1)).astype(jnp.int32)
   if not rows.shape[0]:
     return jnp.asarray([0, 0, ZERO_EXPONENT], rows.dtype), bad
   exponents = jnp.where(nonfinite > 0, 0, rows[:, 2]).astype(jnp.int32)
@@ -158,24 +171,22 @@ def finish(row, any_nonfinite, max_norm, loss_scale, *, on_nonfinite):
   root = jnp.sqrt(hi)
   square, error = _square(root)
   root = jnp.where(hi > 0, root + ((hi - square) - error + lo) / (jnp.asarray(2, dtype) * root), root)
-  scale_mantissa, scale_exponent = jnp.frexp(loss_scale.astype(dtype))
-  scale_exponent = scale_exponent.astype(jnp.int32)
+  scale_mantissa, scale_exponent = _frexp(loss_scale.astype(dtype))
   norm = jnp.where(root == 0, zero, _ldexp(root / scale_mantissa, exponent - scale_exponent))
-  max_mantissa, max_exponent = jnp.frexp(max_norm)
+  max_mantissa, max_exponent = _frexp(max_norm)
 
   def op(mode, a, b=one):
     return jnp.stack([jnp.asarray(mode, dtype), a, b])
 
-  def multiply(mantissa, power):
-    limit = 120 if dtype == np.float32 else 1000
-    half = jnp.where(jnp.abs(power) > limit, lax.div(power, 2), 0)
-    return op(MULTIPLY, _ldexp(mantissa, power - half), _ldexp(one, half))
-
-  # (g / s) * (max / (|g| / s)): the loss scale cancels.
-  clipped = multiply(max_mantissa / root, max_exponent.astype(jnp.int32) - exponent)
-  unscaled = jnp.where(scale_mantissa == 0.5, multiply(one, 1 - scale_exponent),
-                       op(DIVIDE, loss_scale.astype(dtype)))
-  result = jnp.where(norm <= max_norm, jnp.where(loss_scale == 1, op(KEEP, one), unscaled), clipped)
+  # Unclipped gradients of a scaled loss are multiplied by a power of two or divided. Where they are clipped the loss
+  # scale cancels: (g / s) * (max / (|g| / s)).
+  unclipped = norm <= max_norm
+  mantissa = jnp.where(unclipped, one, max_mantissa / root)
+  power = jnp.where(unclipped, 1 - scale_exponent, max_exponent.astype(jnp.int32) - exponent)
+  half = jnp.where(jnp.abs(power) > (120 if dtype == np.float32 else 1000), lax.div(power, np.int32(2)), 0)
+  result = op(MULTIPLY, _ldexp(mantissa, power - half, steps=2), _ldexp(one, half, steps=2))
+  result = jnp.where(unclipped & (scale_mantissa != 0.5), op(DIVIDE, loss_scale.astype(dtype)), result)
+  result = jnp.where(unclipped & (loss_scale == 1), op(KEEP, one), result)
   result = jnp.where(any_nonfinite, op(FILL, zero if on_nonfinite == ZERO else nan), result)
   bad_scale = ~((loss_scale > 0) & jnp.isfinite(loss_scale))
   result = jnp.where(bad_scale | ~(max_norm >= 0), op(FILL, nan), result)

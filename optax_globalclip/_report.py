@@ -41,6 +41,27 @@ def backend_info() -> dict[str, str]:
   return info
 
 
+def custom_call_targets() -> tuple[str, ...]:
+  """The names of the custom calls that the native paths put into a program, for `jax.export`.
+
+  `jax.export` refuses custom calls it does not know, because whoever loads the program must have them registered. This
+  function registers those of the native libraries that are there, so call it where a program is loaded too.
+
+  Returns:
+    The names for every platform, whether or not its library was built. A name changes when the call's meaning does.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_globalclip as ogc
+    >>> checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ogc.custom_call_targets()]
+    >>> norm = jax.export.export(jax.jit(ogc.global_norm), disabled_checks=checks)(jnp.zeros(2))
+    >>> float(norm.call(jnp.array([3., 4.])))
+    5.0
+  """
+  for platform in _native.PLATFORMS:
+    _native.status(platform)
+  return _native.target_names()
+
+
 def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
   """The numbers of the last clip, found anywhere in an optimizer state.
 

@@ -1,0 +1,26 @@
+"""Jitted functions that tests share. The threshold is traced, so that trees of equal structure share one program."""
+
+import functools
+
+import jax
+import optax_globalclip as ogc
+
+
+@functools.lru_cache(maxsize=None)
+def clip(path, per_leaf=False, **options):
+  """`(tree, max_norm, **extra) -> (updates, metrics)` on the path that the fixture of that name has put in force."""
+  del path  # part of the key: the path is chosen when a program is traced
+  make = ogc.per_tensor_clip if per_leaf else ogc.global_clip
+  @jax.jit
+  def run(tree, max_norm, **extra):
+    tx = make(max_norm, monitor=True, **options)
+    updates, state = tx.update(tree, tx.init(tree), **extra)
+    return updates, ogc.clip_metrics(state)
+  return run
+
+
+@functools.lru_cache(maxsize=None)
+def norms(path):
+  """`tree -> (global norm, leaf norms)`."""
+  del path
+  return jax.jit(lambda tree: (ogc.global_norm(tree), ogc.leaf_norms(tree)))
