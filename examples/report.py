@@ -3,7 +3,7 @@
 A record is one step of one run, as a line of `metrics.jsonl` holds it: `run`, `step`
 (from 1), `seconds`, `loss` and `losses` by source (nats a token, before the step),
 `norm` (before the clip), `clip_factor`, `clipped_steps` and `nonfinite_steps` so far,
-`weights` by source, and at some steps `held_out`, the loss by source after the step.
+`loss_scale` (of the next step), `weights` by source, and at some steps `held_out`, the loss by source after the step.
 """
 
 import json
@@ -63,6 +63,7 @@ def summarise(facts: dict, phases: Sequence[Phase], records: Sequence[dict]) -> 
       "steps": len(rows),
       "clipped_steps": rows[-1]["clipped_steps"],
       "nonfinite_steps": rows[-1]["nonfinite_steps"],
+      "last_loss_scale": rows[-1]["loss_scale"],
       "largest_norm": largest["norm"],
       "largest_norm_step": largest["step"],
       "median_norm": statistics.median(row["norm"] for row in rows),
@@ -205,6 +206,7 @@ def show(console: rich.console.Console, out: pathlib.Path, summary: dict) -> Non
 
   row("clipped steps", facts("clipped_steps"), "d")
   row("steps with NaN or infinity", facts("nonfinite_steps"), "d")
+  row("loss scale at the end", facts("last_loss_scale"), "g")
   row("largest norm", facts("largest_norm"), ".3g")
   row("median norm", facts("median_norm"), ".3g")
   for name in facts("last_held_out")[0]:

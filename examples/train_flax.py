@@ -3,6 +3,7 @@
     python examples/train_flax.py            # tiny, a few minutes on two cores
     python examples/train_flax.py --compare  # beside it, the same without clipping
     python examples/train_flax.py --size 12m --source mine=~/notes
+    python examples/train_flax.py --dtype float16 --loss-scale dynamic --accumulate 4
 
 The text comes in several kinds whose shares of the mixture jump every few steps, the
 shift of data that makes gradients spike. It writes `metrics.jsonl` (a line a step),
@@ -54,6 +55,10 @@ def name_and_path(text: str) -> tuple[str, pathlib.Path]:
   return name, pathlib.Path(path).expanduser()
 
 
+def scale(text: str) -> float | ogc.DynamicLossScale:
+  return ogc.DynamicLossScale() if text == "dynamic" else positive(float)(text)
+
+
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, corpus.Corpus]:
   """The options and the text they name; anything wrong ends with exit code 2."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,6 +90,25 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, corpus.Corpu
     type=positive(float),
     help="peak after warm-up; default: the size's own",
   )
+  add(
+    "--accumulate",
+    type=positive(int),
+    default=1,
+    metavar="N",
+    help="split each step's sequences into N micro-batches, clipped and applied together; default: 1",
+  )
+  add(
+    "--loss-scale",
+    type=scale,
+    metavar="dynamic|N",
+    help="differentiate N times the loss, or a scale that follows overflows; default: the loss itself",
+  )
+  add(
+    "--dtype",
+    choices=("float32", "bfloat16", "float16"),
+    default="float32",
+    help="what the model computes in; parameters stay float32; default: float32",
+  )
   add("--seed", type=int, default=0, help="of parameters and data; default: 0")
   add(
     "--compare",
@@ -108,6 +132,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, corpus.Corpu
     parser.error("argument --seed: must not be negative")
   if args.quick and args.size != "tiny":
     parser.error(f"--quick is for the tiny size, not {args.size}")
+  if args.batch_size % args.accumulate:
+    parser.error(f"--accumulate: {args.accumulate} does not divide the {args.batch_size} sequences of --batch-size")
   names = [name for name, _ in args.source or ()]
   if len(set(names)) < len(names):
     parser.error("argument --source: two sources have one name")
@@ -129,12 +155,21 @@ def load_corpus(source: list[tuple[str, pathlib.Path]] | None, size: Size) -> co
   return corpus.tokenize(documents, size.vocabulary, size.length)
 
 
-def create_state(size: Size, *, max_norm: float, learning_rate: float, steps: int, seed: int) -> train_state.TrainState:
-  """Parameters from `seed`; AdamW with warm-up and cosine decay, behind the clip."""
+def create_optimizer(schedule, *, max_norm: float, accumulate: int = 1, loss_scale=None):
+  """AdamW behind the clip: one transformation before it or, with micro-batches or a loss scale, one around it."""
+  if accumulate == 1 and loss_scale is None:
+    return optax.chain(ogc.global_clip(max_norm, monitor=True), optax.adamw(schedule))
+  return ogc.clipped_multi_steps(optax.adamw(schedule), max_norm, every_k=accumulate, loss_scale=loss_scale)
+
+
+def create_state(
+  size: Size, *, learning_rate: float, steps: int, seed: int, dtype: str = "float32", **options
+) -> train_state.TrainState:
+  """Parameters from `seed`; AdamW with warm-up and cosine decay, behind the clip of `create_optimizer(**options)`."""
   warmup = max(1, steps // 10)
   schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(steps, warmup + 1), 0.1 * learning_rate)
-  model = Transformer(size)
-  tx = optax.chain(ogc.global_clip(max_norm, monitor=True), optax.adamw(schedule))
+  model = Transformer(size, dtype)
+  tx = create_optimizer(schedule, **options)
 
   @jax.jit
   def init(key):
@@ -145,17 +180,26 @@ def create_state(size: Size, *, max_norm: float, learning_rate: float, steps: in
   return init(jax.random.key(seed))
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def train_step(state: train_state.TrainState, tokens: jax.Array):
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="micro_batches")
+def train_step(state: train_state.TrainState, tokens: jax.Array, micro_batches: int = 1):
   """The next state, each row's loss (before the step) and the clip's metrics."""
 
-  def mean_loss(params):
-    losses = row_losses(state.apply_fn, params, tokens)
-    return losses.mean(), losses
+  def micro_step(state, tokens):
+    scaled = isinstance(state.opt_state, ogc.ClippedMultiStepsState)
+    factor = ogc.current_loss_scale(state.opt_state) if scaled else 1.0
 
-  grads, losses = jax.grad(mean_loss, has_aux=True)(state.params)
-  state = state.apply_gradients(grads=grads)
-  return state, losses, ogc.clip_metrics(state.opt_state)
+    def mean_loss(params):
+      losses = row_losses(state.apply_fn, params, tokens)
+      return factor * losses.mean(), losses
+
+    grads, losses = jax.grad(mean_loss, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads), losses
+
+  if micro_batches == 1:
+    state, losses = micro_step(state, tokens)
+  else:
+    state, losses = jax.lax.scan(micro_step, state, tokens.reshape(micro_batches, -1, tokens.shape[-1]))
+  return state, losses.reshape(-1), ogc.clip_metrics(state.opt_state)
 
 
 @jax.jit
@@ -194,8 +238,9 @@ def train(
   log: TextIO,
   console: rich.console.Console,
   stop: StopAfterStep,
+  accumulate: int = 1,
 ) -> list[dict]:
-  """Trains every state on the same batches, step by step.
+  """Trains every state on the same batches, step by step, each in `accumulate` micro-batches.
 
   Returns:
     The records, one for each state and step, as they were written to `log`.
@@ -219,7 +264,7 @@ def train(
       made = []
       for run, state in states.items():
         start = time.perf_counter()
-        states[run], losses, metrics = train_step(state, batch.tokens)
+        states[run], losses, metrics = train_step(state, batch.tokens, accumulate)
         losses, metrics = jax.device_get((losses, metrics))
         made.append(
           {
@@ -231,6 +276,7 @@ def train(
             "clip_factor": float(metrics["clip_factor"]),
             "clipped_steps": int(metrics["clipped_steps"]),
             "nonfinite_steps": int(metrics["nonfinite_steps"]),
+            "loss_scale": float(metrics.get("loss_scale", 1)),
             "weights": dict(zip(names, weights.tolist(), strict=True)),
             "losses": by_source(names, batch.source, losses),
           }
@@ -265,6 +311,9 @@ def main(argv: list[str] | None = None) -> int:
       learning_rate=args.learning_rate,
       steps=args.steps,
       seed=args.seed,
+      dtype=args.dtype,
+      accumulate=args.accumulate,
+      loss_scale=args.loss_scale,
     )
     for run, max_norm in thresholds.items()
   }
@@ -278,11 +327,11 @@ def main(argv: list[str] | None = None) -> int:
   parameters = sum(p.size for p in jax.tree.leaves(states["clipped"].params))
   console.print(
     f"{args.size}: {parameters:,} parameters, "
-    f"{args.batch_size} x {size.length} tokens a step, "
+    f"{args.batch_size} x {size.length} tokens a step, computed in {args.dtype} "
     f"on {jax.devices()[0].device_kind}; compiling"
   )
   with StopAfterStep() as stop, open(args.out / "metrics.jsonl", "w") as log:
-    records = train(states, batches, args.steps, log, console, stop)
+    records = train(states, batches, args.steps, log, console, stop, args.accumulate)
 
   facts = {
     "size": args.size,
@@ -291,6 +340,8 @@ def main(argv: list[str] | None = None) -> int:
     "seed": args.seed,
     "learning_rate": args.learning_rate,
     "max_norm": args.max_norm,
+    "dtype": args.dtype,
+    "accumulate": args.accumulate,
     "steps_asked": args.steps,
     "tokens_a_step": args.batch_size * size.length,
   }

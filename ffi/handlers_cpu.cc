@@ -58,16 +58,19 @@ void parallel_for(ffi::ThreadPool& pool, int64_t count, const Work& work) {
 // A run of neighbouring chunks long enough to be worth a claim.
 constexpr uint32_t kChunksAClaim = 8;
 
+enum class Order { kForward, kBackward };
+
 // `work(table, chunk index, chunk)` for every chunk of every table.
 template <class Work>
-void for_each_chunk(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables, const Work& work) {
+void for_each_chunk(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables, Order order, const Work& work) {
   std::vector<int64_t> first_run;  // prefix sums of runs over tables
   int64_t runs = 0;
   for (const LeafTable& table : tables) {
     first_run.push_back(runs);
     runs += (table.chunks() + kChunksAClaim - 1) / kChunksAClaim;
   }
-  parallel_for(pool, runs, [&](int64_t run) {
+  parallel_for(pool, runs, [&](int64_t claim) {
+    const int64_t run = order == Order::kForward ? claim : runs - 1 - claim;
     const size_t t = std::upper_bound(first_run.begin(), first_run.end(), run) - first_run.begin() - 1;
     const LeafTable& table = tables[t];
     const uint32_t begin = static_cast<uint32_t>(run - first_run[t]) * kChunksAClaim;
@@ -84,7 +87,7 @@ void for_each_chunk(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables,
 std::vector<Total> leaf_totals(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables) {
   const int64_t chunks = tables.empty() ? 0 : tables.back().chunk_offset + tables.back().chunks();
   std::vector<SumSquares> partials(chunks);
-  for_each_chunk(pool, tables, [&](const LeafTable& table, uint32_t i, const Chunk& chunk) {
+  for_each_chunk(pool, tables, Order::kForward, [&](const LeafTable& table, uint32_t i, const Chunk& chunk) {
     partials[table.chunk_offset + i] = kernels().sum_squares(chunk);
   });
   std::vector<Total> totals;
@@ -118,7 +121,7 @@ template <class T>
 void scale_chunks(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables, const void* op_data, bool per_leaf) {
   const ScaleOp<T>* ops = static_cast<const ScaleOp<T>*>(op_data);
   if (!per_leaf && ops[0].kind() == Mode::kKeep) return;
-  for_each_chunk(pool, tables, [&](const LeafTable& table, uint32_t, const Chunk& chunk) {
+  for_each_chunk(pool, tables, Order::kBackward, [&](const LeafTable& table, uint32_t, const Chunk& chunk) {
     const ScaleOp<T>& op = ops[per_leaf ? table.first_leaf + chunk.leaf : 0];
     if constexpr (sizeof(T) == sizeof(float)) kernels().scale_float(chunk, op);
     else kernels().scale_double(chunk, op);

@@ -152,7 +152,7 @@ def _to_limbs(rows: jax.Array, exponent: jax.Array) -> jax.Array:
   shift = jnp.maximum(2 * (rows[:, 2].astype(jnp.int32) - exponent), -256) + (_LIMB_BITS - 2)
   limbs = [jnp.zeros(exponent.shape, jnp.int32)] * _limb_count(rows.dtype)
   for part in (rows[:, 0], rows[:, 1]):
-    rest = _reference._ldexp(part, shift)
+    rest = _reference._ldexp(part, shift, steps=2)
     for j in range(len(limbs)):
       # Towards zero, for then the difference is exact: of a tiny negative number floor would leave 1 minus it, rounded.
       whole = jnp.trunc(rest)

@@ -136,6 +136,6 @@ def test_nnx_state_survives_split_and_merge_in_mid_window(standard_promotion):
   grads = nnx.grad(lambda model: (model.w[...] * f32(3, 4)).sum())(model)
   optimizer.update(model, grads)
   graph, state = nnx.split((model, optimizer))
-  model, optimizer = nnx.merge(graph, jax.tree.map(np.asarray, state))
+  model, optimizer = nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state))
   optimizer.update(model, grads)
   assert ogc.has_updated(optimizer.opt_state) and ogc.clip_metrics(optimizer.opt_state)["global_norm"] == 5

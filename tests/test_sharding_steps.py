@@ -1,5 +1,7 @@
 """Do scans and gradient accumulation over a sharded tree give what they give on one device?"""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import optax_globalclip as ogc
 import oracle
 import pytest
 import sharded
+from jax.sharding import NamedSharding
 from sharded import AUTO, EXPLICIT, P, make_mesh, put
 
 SPECS = {"w": P("x", "y"), "b": P(), "v": P("y")}
@@ -25,23 +28,25 @@ def first(stacked):
   return jax.tree.map(lambda leaf: leaf[0], stacked)
 
 
-def train(tx):
+def train(make, **placement):
   """`(params, stacked gradients) -> (params, norms)`: one update a gradient, in a scan."""
+  tx = make(**placement)
   def run(params, gradients):
     def step(carry, grads):
       params, state = carry
       updates, state = tx.update(grads, state, params)
-      return (optax.apply_updates(params, updates), state), ogc.global_norm(grads)
+      return (optax.apply_updates(params, updates), state), ogc.global_norm(grads, **placement)
     (params, _), norms = jax.lax.scan(step, (params, tx.init(params)), gradients)
     return params, norms
   return run
 
 
 TRANSFORMATIONS = {
-    "global_clip": lambda: optax.chain(ogc.global_clip(1.0), optax.sgd(0.1, momentum=0.9)),
-    "clipped_multi_steps": lambda: ogc.clipped_multi_steps(optax.sgd(0.1, momentum=0.9), 1.0, every_k=3),
-    "dynamic_loss_scale": lambda: ogc.clipped_multi_steps(optax.sgd(0.1), 1.0, every_k=2,
-                                                          loss_scale=ogc.DynamicLossScale(8.0)),
+    "global_clip": lambda **placement: optax.chain(ogc.global_clip(1.0, **placement), optax.sgd(0.1, momentum=0.9)),
+    "clipped_multi_steps": lambda **placement: ogc.clipped_multi_steps(optax.sgd(0.1, momentum=0.9), 1.0, every_k=3,
+                                                                       **placement),
+    "dynamic_loss_scale": lambda **placement: ogc.clipped_multi_steps(
+        optax.sgd(0.1), 1.0, every_k=2, loss_scale=ogc.DynamicLossScale(8.0), **placement),
 }
 
 
@@ -49,31 +54,40 @@ def stacked(specs):
   return {name: P(None, *spec) for name, spec in specs.items()}
 
 
-def on_mesh(kind):
-  def run(function, params, gradients):
+def on_mesh(kind, placed=False):
+  def run(make, params, gradients):
     mesh = make_mesh(kind)
+    placement = dict(mesh=mesh, specs=SPECS) if placed else {}
     with jax.set_mesh(mesh):
-      return jax.jit(function)(put(params, mesh, SPECS), put(gradients, mesh, stacked(SPECS)))
+      return jax.jit(train(make, **placement))(put(params, mesh, SPECS), put(gradients, mesh, stacked(SPECS)))
   return run
 
 
-def in_shard_map(function, params, gradients):
-  return jax.jit(jax.shard_map(function, mesh=make_mesh(AUTO), in_specs=(SPECS, stacked(SPECS)),
-                               out_specs=(SPECS, P())))(params, gradients)
+def in_shard_map(make, params, gradients, check_vma=True):
+  placement = {} if check_vma else dict(axis_name=sharded.axes(SPECS))
+  return jax.jit(jax.shard_map(train(make, **placement), mesh=make_mesh(AUTO), in_specs=(SPECS, stacked(SPECS)),
+                               out_specs=(SPECS, P()), check_vma=check_vma))(params, gradients)
 
 
-@pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
-@pytest.mark.parametrize("run", [on_mesh(AUTO), on_mesh(EXPLICIT), in_shard_map], ids=["auto", "explicit", "shard_map"])
-def test_training_in_a_scan_goes_as_on_one_device(run, make):
+RUNS = {"auto": on_mesh(AUTO), "explicit": on_mesh(EXPLICIT), "mesh and specs": on_mesh(AUTO, placed=True),
+        "shard_map": in_shard_map, "unchecked shard_map": functools.partial(in_shard_map, check_vma=False)}
+
+
+@pytest.mark.parametrize("name, transformation", [
+    ("auto", "global_clip"), ("auto", "clipped_multi_steps"), ("auto", "dynamic_loss_scale"), ("explicit", "global_clip"),
+    ("explicit", "clipped_multi_steps"), ("shard_map", "global_clip"), ("shard_map", "clipped_multi_steps"),
+    ("unchecked shard_map", "clipped_multi_steps"), ("mesh and specs", "clipped_multi_steps")])
+def test_training_in_a_scan_goes_as_on_one_device(name, transformation):
+  run, make = RUNS[name], TRANSFORMATIONS[transformation]
   gradients = batches()
   params = first(gradients)
-  want, want_norms = jax.jit(train(make()))(params, gradients)
-  got, norms = run(train(make()), params, gradients)
+  want, want_norms = jax.jit(train(make))(params, gradients)
+  got, norms = run(make, params, gradients)
   assert oracle.ulps(sharded.everywhere(norms), np.asarray(want_norms).astype(np.longdouble)).max() <= 1
-  for name in want:
-    np.testing.assert_allclose(got[name], want[name], rtol=2e-6, atol=1e-7)
-    if run is not in_shard_map:
-      assert got[name].sharding.spec == SPECS[name] or got[name].sharding.is_fully_replicated
+  layout = make_mesh(AUTO)
+  for leaf in want:
+    np.testing.assert_allclose(got[leaf], want[leaf], rtol=2e-6, atol=1e-7)
+    assert got[leaf].sharding.is_equivalent_to(NamedSharding(layout, SPECS[leaf]), got[leaf].ndim)
 
 
 def test_micro_steps_send_nothing():

@@ -30,15 +30,25 @@ def check_small(collectives, most_bytes=64):
   assert all(size <= most_bytes for _, size in collectives), collectives
 
 
+FUNCTIONS = {"global_clip": update(ogc.global_clip(1.0)), "loss_scale": update(ogc.global_clip(1.0, loss_scale=8.0)),
+             "clip_tree": lambda t: ogc.clip_tree(t, 1.0), "global_norm": ogc.global_norm}
+
+
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_the_whole_tree_costs_two_small_all_reduces(kind, path):
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_whole_tree_costs_two_small_all_reduces(function, kind):
   tree = put(sharded.tree(), make_mesh(kind), sharded.SPECS)
-  for function in (update(ogc.global_clip(1.0)), update(ogc.global_clip(1.0, loss_scale=8.0)),
-                   lambda t: ogc.clip_tree(t, 1.0), ogc.global_norm):
-    check_small(sharded.collectives(sharded.compiled(function, tree)))
+  check_small(sharded.collectives(sharded.compiled(FUNCTIONS[function], tree)))
 
 
-def test_manual_and_given_meshes_cost_the_same(path):
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_the_reference_path_costs_no_more(kind, monkeypatch):
+  monkeypatch.setenv("OPTAX_GLOBALCLIP_BACKEND", "reference")
+  tree = put(sharded.tree(), make_mesh(kind), sharded.SPECS)
+  check_small(sharded.collectives(sharded.compiled(FUNCTIONS["global_clip"], tree)))
+
+
+def test_manual_and_given_meshes_cost_the_same():
   mesh = make_mesh(AUTO)
   tree = put(sharded.tree(), mesh, sharded.SPECS)
   manual = jax.shard_map(lambda t: ogc.clip_tree(t, 1.0), mesh=mesh, in_specs=(sharded.SPECS,),

@@ -195,7 +195,9 @@ int main(int argc, char** argv) {
     else check_tree<float>(tree, per_leaf, loss_scale, max_norm);
   }
   const uint64_t of_trees = digest;
+#ifndef CUDA_ON_CPU_THREADS  // races are the same at every alignment, and slow to look for
   check_alignments(random, std::min<int64_t>(largest, 20001));
+#endif
   std::printf("%016llx\n", static_cast<unsigned long long>(of_trees));
   if (failures) std::fprintf(stderr, "check: %d failures\n", failures);
   return failures ? 1 : 0;

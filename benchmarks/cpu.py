@@ -1,0 +1,315 @@
+"""What a norm and a clip cost on a CPU, beside optax, BLAS and the least that XLA needs.
+
+    python benchmarks/cpu.py                    # everything but optax's slowest compilation; some minutes
+    python benchmarks/cpu.py --optax-compile    # that too (5,000 leaves: minutes by itself)
+    python benchmarks/cpu.py --only norm clip   # some of: norm clip leaves compile stages
+    python benchmarks/cpu.py --plot             # the figure alone, from the results already there
+
+Contenders take turns, A B C A B C ..., and what is reported is the median and the quartiles of the ratio within a turn:
+what slows the whole machine down for a while slows all of them. Writes results/cpu.json and results/cpu.png.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+
+for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # they slow the dot that the norm is compared with
+  os.environ.pop(name, None)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax_globalclip as ogc
+import scipy
+from optax_globalclip import _platform
+from scipy.linalg import blas
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+WIDTH, LAYERS, VOCABULARY, CONTEXT = 768, 12, 8449, 1024
+
+
+def gpt_shapes():
+  """The 148 leaves of a GPT of 92 M parameters."""
+  layer = [(WIDTH,), (WIDTH,), (WIDTH, 3 * WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,),
+           (WIDTH,), (WIDTH,), (WIDTH, 4 * WIDTH), (4 * WIDTH,), (4 * WIDTH, WIDTH), (WIDTH,)]
+  return [(VOCABULARY, WIDTH), (CONTEXT, WIDTH), *layer * LAYERS, (WIDTH,), (WIDTH,)]
+
+
+def seconds(call, at_least=0.02):
+  """Of one call, from as many as take `at_least` together."""
+  calls, start = 0, time.perf_counter()
+  while True:
+    call()
+    calls += 1
+    passed = time.perf_counter() - start
+    if passed >= at_least:
+      return passed / calls
+
+
+def take_turns(contenders, turns):
+  """Seconds a call of every contender, turn by turn; each turn begins with another one."""
+  names = list(contenders)
+  for name in names:
+    contenders[name]()
+  times = {name: [] for name in names}
+  for turn in range(turns):
+    for name in names[turn % len(names):] + names[:turn % len(names)]:
+      times[name].append(seconds(contenders[name]))
+  return times
+
+
+def ratio(times, ours, theirs):
+  """How many times as long `ours` takes as `theirs`: quartiles over turns, and of the best turn of each."""
+  quotients = [a / b for a, b in zip(times[ours], times[theirs])]
+  low, median, high = statistics.quantiles(quotients, n=4, method="inclusive")
+  return dict(of=ours, to=theirs, median=round(median, 3), quartiles=[round(low, 3), round(high, 3)],
+              best=round(min(times[ours]) / min(times[theirs]), 3))
+
+
+def summary(times, pairs):
+  milliseconds = {name: dict(median=round(1e3 * statistics.median(t), 3), best=round(1e3 * min(t), 3))
+                  for name, t in times.items()}
+  return dict(milliseconds=milliseconds, turns=len(next(iter(times.values()))),
+              ratios=[ratio(times, *pair) for pair in pairs])
+
+
+def wait(out):
+  jax.block_until_ready(out)
+
+
+def made(shapes, seed=0):
+  random = np.random.default_rng(seed)
+  return [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
+
+
+class Donated:
+  """Calls a clip again and again on what it returned, its tree donated each time.
+
+  `shrinks` below 1 makes every call clip: the threshold falls from call to call.
+  """
+
+  def __init__(self, update, shapes, shrinks):
+    self.tree, self.shrinks = made(shapes), shrinks
+    self.limit = float(ogc.global_norm(self.tree)) if shrinks < 1 else 1e30
+    self.step = jax.jit(lambda tree, limit: update(limit)(tree), donate_argnums=0)
+
+  def __call__(self):
+    self.limit *= self.shrinks
+    self.tree = self.step(self.tree, np.float32(self.limit))
+    wait(self.tree)
+
+
+def ours(limit, **options):
+  return lambda tree: ogc.global_clip(limit, **options).update(tree, optax.EmptyState())[0]
+
+
+def stock(limit):
+  return lambda tree: optax.clip_by_global_norm(limit).update(tree, optax.EmptyState())[0]
+
+
+def bench_norm(turns):
+  tree = made(gpt_shapes())
+  flat = np.concatenate([np.ravel(leaf) for leaf in tree])
+  norms = {"optax_globalclip": jax.jit(ogc.global_norm), "optax": jax.jit(optax.global_norm)}
+  contenders = {name: lambda f=f: wait(f(tree)) for name, f in norms.items()}
+  contenders["sdot"] = lambda: blas.sdot(flat, flat)
+  times = take_turns(contenders, turns)
+  exact = float(np.sqrt(np.sum(np.square(flat, dtype=np.float64))))
+  out = summary(times, [("optax_globalclip", "optax"), ("optax_globalclip", "sdot")])
+  out["gigabytes_a_second"] = {name: round(flat.nbytes / min(t) / 1e9, 1) for name, t in times.items()}
+  out["relative_error"] = {"optax_globalclip": abs(float(norms["optax_globalclip"](tree)) / exact - 1),
+                           "optax": abs(float(norms["optax"](tree)) / exact - 1),
+                           "sdot": abs(float(np.sqrt(blas.sdot(flat, flat))) / exact - 1)}
+  return out
+
+
+def bench_clip(turns):
+  shapes = gpt_shapes()
+  tree = made(shapes)
+  norm = jax.jit(ogc.global_norm)
+  contenders = {
+      "norm alone": lambda: wait(norm(tree)),
+      "optax_globalclip, clips": Donated(ours, shapes, 0.999), "optax, clips": Donated(stock, shapes, 0.999),
+      "optax_globalclip, keeps": Donated(ours, shapes, 1), "optax, keeps": Donated(stock, shapes, 1),
+  }
+  return summary(take_turns(contenders, turns), [
+      ("optax_globalclip, clips", "optax, clips"), ("optax_globalclip, keeps", "optax, keeps"),
+      ("optax_globalclip, keeps", "norm alone")])
+
+
+def gradients_of(n):
+  """`n` leaves of 768, each a sum over a batch of two as a gradient of a bias is, and what they are made from."""
+  data = jnp.asarray(np.random.default_rng(0).standard_normal((n, 2, WIDTH), np.float32))
+  return data, lambda data: [jnp.sum(data[i], axis=0) for i in range(n)]
+
+
+def bench_leaves(turns, n):
+  """One result, so that what a jitted call costs for every argument and result does not hide the rest."""
+  data, gradients = gradients_of(n)
+  def program(f):
+    run = jax.jit(lambda data: f(gradients(data)))
+    start = time.perf_counter()
+    run = run.lower(data).compile()
+    print(f"    compiled in {time.perf_counter() - start:.1f} s", flush=True)
+    return lambda: wait(run(data))
+  def gathered(clip):
+    return lambda tree: jnp.concatenate(clip(tree))
+  out = {}
+  times = take_turns({
+      "gradients alone": program(lambda tree: jnp.concatenate(tree)),
+      "norm, optax_globalclip": program(ogc.global_norm), "norm, optax": program(optax.global_norm),
+      "clip, optax_globalclip": program(gathered(ours(1.0))), "clip, optax": program(gathered(stock(1.0)))}, turns)
+  return summary(times, [("norm, optax_globalclip", "norm, optax"), ("clip, optax_globalclip", "clip, optax"),
+                         ("norm, optax_globalclip", "gradients alone"), ("clip, optax_globalclip", "gradients alone")])
+
+
+def compile_seconds(f, tree):
+  jax.clear_caches()
+  start = time.perf_counter()
+  jax.jit(lambda t: f(t)).lower(tree).compile()
+  return time.perf_counter() - start
+
+
+def bench_compile(turns, n, with_optax):
+  tree = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32)] * n
+  contenders = {"multiply": lambda tree: [leaf * 0.5 for leaf in tree], "norm": ogc.global_norm, "clip": ours(1.0)}
+  times = {name: [] for name in contenders}
+  for _ in range(turns):
+    for name, f in contenders.items():
+      times[name].append(compile_seconds(f, tree))
+  if with_optax:
+    for name, f in (("optax norm", optax.global_norm), ("optax clip", stock(1.0))):
+      times[name] = [compile_seconds(f, tree)]
+  return dict(seconds={name: round(statistics.median(t), 2) for name, t in times.items()},
+              ratios=[ratio(times, "clip", "multiply"), ratio(times, "norm", "multiply")])
+
+
+@contextlib.contextmanager
+def constants(fused, batch):
+  saved = _platform._FUSED_LEAVES, _platform._ALIASED_LEAVES_A_CALL
+  _platform._FUSED_LEAVES, _platform._ALIASED_LEAVES_A_CALL = fused, batch
+  try:
+    yield
+  finally:
+    _platform._FUSED_LEAVES, _platform._ALIASED_LEAVES_A_CALL = saved
+
+
+STAGES = {
+    "one call": (dict(fused=10**9, batch=64), {}),
+    "norm, then calls of 16": (dict(fused=0, batch=16), {}),
+    "norm, then calls of 64": (dict(fused=0, batch=64), {}),
+    "norm, then calls of 256": (dict(fused=0, batch=256), {}),
+    "norm, then XLA": (dict(fused=0, batch=64), dict(scale_stage="xla")),
+}
+
+
+def bench_stages(turns, n):
+  """Where the scaling is best done for `n` leaves of 768: time to compile, and to run, clipping, both ways around."""
+  data, gradients = gradients_of(n)
+  compiles, donated, inside = {}, {}, {}
+  for name, (setting, options) in STAGES.items():
+    if name == "one call" and n > 1500:
+      continue  # compiling it takes minutes
+    with constants(**setting):
+      jax.clear_caches()
+      start = time.perf_counter()
+      runs = Donated(lambda limit, options=options: ours(limit, **options), [(WIDTH,)] * n, 0.999)
+      runs.step = runs.step.lower(runs.tree, np.float32(1)).compile()
+      compiles[name] = round(time.perf_counter() - start, 2)
+      program = jax.jit(lambda data, options=options: jnp.concatenate(ours(1.0, **options)(gradients(data))))
+      program = program.lower(data).compile()
+    donated[name] = runs
+    inside[name] = lambda program=program: wait(program(data))
+  out = dict(compile_seconds=compiles)
+  for kind, contenders in (("donated", donated), ("made inside", inside)):
+    times = take_turns(contenders, turns)
+    out[kind] = summary(times, [(name, "norm, then calls of 64") for name in contenders])
+  return out
+
+
+def machine():
+  with open("/proc/cpuinfo") as info:
+    models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+  return dict(cpu=models[0] if models else platform.processor(), cores=len(os.sched_getaffinity(0)),
+              system=f"{platform.system()} {platform.machine()}", python=platform.python_version(),
+              jax=jax.__version__, optax=optax.__version__, numpy=np.__version__, scipy=scipy.__version__,
+              optax_globalclip=ogc.__version__, backend=ogc.backend_info()["cpu"].split(":")[0],
+              load_average_at_start=round(os.getloadavg()[0], 1))
+
+
+def plot(results, path):
+  import matplotlib
+  matplotlib.use("Agg")
+  import matplotlib.pyplot as plt
+  rows = []
+  def add(label, section, ours, theirs):
+    if section in results:
+      found = next(r for r in results[section]["ratios"] if r["of"] == ours and r["to"] == theirs)
+      rows.append((label, found))
+  add("norm, 148 leaves, 92 M", "norm", "optax_globalclip", "optax")
+  add("clip, donated, clipping", "clip", "optax_globalclip, clips", "optax, clips")
+  add("clip, donated, not clipping", "clip", "optax_globalclip, keeps", "optax, keeps")
+  for n in (1500, 5000):
+    add(f"norm, {n:,} leaves of 768", f"leaves {n}", "norm, optax_globalclip", "norm, optax")
+    add(f"clip, {n:,} leaves of 768", f"leaves {n}", "clip, optax_globalclip", "clip, optax")
+  figure, axes = plt.subplots(figsize=(7.2, 0.42 * len(rows) + 1.3), layout="constrained")
+  for i, (label, found) in enumerate(reversed(rows)):
+    median, (low, high) = found["median"], found["quartiles"]
+    axes.barh(i, median, height=0.62, color="#0072B2")
+    axes.plot([low, high], [i, i], color="black", linewidth=1.5)
+    axes.text(max(high, median) + 0.015, i, f"{median:.2f}", va="center", fontsize=9)
+  axes.axvline(1, color="#D55E00", linewidth=1.5)
+  axes.text(1, len(rows) - 0.45, "optax", color="#D55E00", ha="center", va="bottom", fontsize=9)
+  axes.set_yticks(range(len(rows)), [label for label, _ in reversed(rows)])
+  axes.set_xlim(0, max(1.12, max(f["quartiles"][1] for _, f in rows) + 0.12))
+  axes.set_xlabel("time relative to optax under jit, float32 (less is faster); line: quartiles over turns")
+  for side in ("top", "right"):
+    axes.spines[side].set_visible(False)
+  m = results["machine"]
+  axes.set_title(f"{m['cores']} cores of {m['cpu']}, jax {m['jax']}, optax {m['optax']}", fontsize=9, pad=16)
+  figure.savefig(path, dpi=160)
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--only", nargs="+", choices=["norm", "clip", "leaves", "compile", "stages"])
+  parser.add_argument("--turns", type=int, default=21)
+  parser.add_argument("--optax-compile", action="store_true")
+  parser.add_argument("--plot", action="store_true")
+  parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+  arguments = parser.parse_args()
+  path = arguments.out / "cpu.json"
+  results = json.loads(path.read_text()) if path.exists() else {}
+  if not arguments.plot:
+    wanted = arguments.only or ["norm", "clip", "leaves", "compile", "stages"]
+    sections = {}
+    if "norm" in wanted:
+      sections["norm"] = lambda: bench_norm(arguments.turns)
+    if "clip" in wanted:
+      sections["clip"] = lambda: bench_clip(arguments.turns)
+    for n in (1500, 5000) if "leaves" in wanted else ():
+      sections[f"leaves {n}"] = lambda n=n: bench_leaves(arguments.turns, n)
+    if "compile" in wanted:
+      sections["compile 5000"] = lambda: bench_compile(5, 5000, arguments.optax_compile)
+    for n in (64, 148, 300, 1500, 5000) if "stages" in wanted else ():
+      sections[f"stages {n}"] = lambda n=n: bench_stages(arguments.turns, n)
+    results["machine"] = machine()
+    results["date"] = datetime.date.today().isoformat()
+    for name, run in sections.items():
+      print(name, flush=True)
+      results[name] = run()
+      print(json.dumps(results[name], indent=2), flush=True)
+      arguments.out.mkdir(parents=True, exist_ok=True)
+      path.write_text(json.dumps(results, indent=2) + "\n")
+  plot(results, arguments.out / "cpu.png")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,132 @@
+"""What nvcc makes of kernels.cu: no spills and no stack on any architecture, 16-byte loads in the streaming kernels, and a
+library that exports the handlers and needs no CUDA library to load."""
+
+import functools
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import jax
+import pytest
+from cuda_on_cpu import build
+from optax_globalclip import _native
+
+slow = pytest.mark.skipif(not os.environ.get("OPTAX_GLOBALCLIP_SLOW_CHECKS"),
+                          reason="nvcc for every architecture; OPTAX_GLOBALCLIP_SLOW_CHECKS=1 runs it")
+KERNELS = ("k_grad_norm_partial", "k_grad_norm_final", "k_grad_scale")
+
+
+def nvcc(*args):
+  if build.nvcc() is None:
+    pytest.skip("no nvcc; BUILD.md says which wheels bring it")
+  done = subprocess.run([build.nvcc(), *map(str, args)], capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr[-4000:]
+  return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+  """`architecture -> (machine code, what ptxas reported)`."""
+  @functools.cache
+  def compile_kernels(architecture):
+    cubin = tmp_path_factory.mktemp("cubin") / "kernels.cubin"
+    report = nvcc("-std=c++17", "-O3", f"-arch=sm_{architecture}", "-Xptxas", "-v", "-Werror", "all-warnings",
+                  "-cubin", "-o", cubin, build.SOURCES / "kernels.cu")
+    return cubin, report
+  return compile_kernels
+
+
+def default_architectures():
+  """The longest list of CMakeLists.txt."""
+  lists = re.findall(r"set\(CMAKE_CUDA_ARCHITECTURES ([^)]*)\)", (build.SOURCES / "CMakeLists.txt").read_text())
+  return re.findall(r"\d+", max(lists, key=len))
+
+
+@pytest.mark.parametrize("architecture", [
+    architecture if architecture == "90" else pytest.param(architecture, marks=slow)
+    for architecture in default_architectures()])
+def test_kernels_neither_spill_nor_use_a_stack(architecture, compiled):
+  _, report = compiled(architecture)
+  used = re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+                    r"(\d+) bytes spill loads.*?Used (\d+) registers", report, re.DOTALL)
+  assert {kernel for kernel in KERNELS for name, *_ in used if kernel in name} == set(KERNELS), report
+  for name, stack, stores, loads, registers in used:
+    assert (stack, stores, loads) == ("0", "0", "0"), name
+    # At least three blocks of the streaming kernels on a multiprocessor, of 65,536 registers.
+    assert int(registers) <= (128 if "final" in name else 80), (name, registers)
+
+
+def disassembler():
+  wheels = importlib.util.find_spec("nvidia")
+  folders = [pathlib.Path(p) for p in wheels.submodule_search_locations] if wheels else []
+  found = shutil.which("nvdisasm") or next((p for f in folders for p in f.glob("*/bin/nvdisasm")), None)
+  if found is None:
+    pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm brings it")
+  return found
+
+
+def machine_code(cubin):
+  """Instructions by kernel, in order; labels among them."""
+  text = subprocess.run([disassembler(), "-c", cubin], capture_output=True, text=True, check=True).stdout
+  code = {}
+  for part in re.split(r"\.section\s+\.text\.", text)[1:]:
+    name = next(kernel for kernel in KERNELS if kernel in part.split("\n", 1)[0])
+    code.setdefault(name, []).extend(re.findall(r"^\s*(\.L_x_\d+):|/\*[0-9a-f]{4,5}\*/\s+(.*?);", part, re.MULTILINE))
+  return code
+
+
+def loops(code):
+  """The bodies of the loops of a kernel, innermost ones among them."""
+  instructions, labels = [], {}
+  for label, instruction in code:
+    if label:
+      labels[label] = len(instructions)
+    else:
+      instructions.append(instruction)
+  for end, instruction in enumerate(instructions):
+    target = re.search(r"BRA.*?(\.L_x_\d+)", instruction)
+    if target and labels.get(target.group(1), end) < end:
+      yield instructions[labels[target.group(1)]:end]
+
+
+@pytest.mark.parametrize("kernel, dtypes", [("k_grad_norm_partial", 4), ("k_grad_scale", 4)])
+def test_streaming_kernels_have_four_16_byte_loads_in_flight_on_sm_90(kernel, dtypes, compiled):
+  """Four loads in a row in a loop for each dtype: none waits for what another brought."""
+  cubin, _ = compiled("90")
+  streaming = 0
+  for body in loops(machine_code(cubin)[kernel]):
+    if any("BSSY" in instruction for instruction in body):
+      continue
+    loads = [i for i, instruction in enumerate(body) if "LDG.E.128" in instruction]
+    if len(loads) != 4:
+      continue
+    between = body[loads[0]:loads[3]]
+    streaming += not any(re.search(r"FADD|FFMA|FMUL|DADD|DFMA|DMUL|HADD|STG", instruction) for instruction in between)
+  assert streaming >= dtypes
+
+
+def library(tmp_path, architecture="90"):
+  if shutil.which("cmake") is None:
+    pytest.skip("no cmake to build the library with")
+  if build.nvcc() is None:
+    pytest.skip("no nvcc; BUILD.md says which wheels bring it")
+  configure = ["cmake", "-S", build.SOURCES, "-B", tmp_path, "-DCMAKE_BUILD_TYPE=Release",
+               f"-DCMAKE_CUDA_COMPILER={build.nvcc()}", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}",
+               "-DOPTAX_GLOBALCLIP_CUDA=ON", f"-DXLA_FFI_INCLUDE_DIR={jax.ffi.include_dir()}"]
+  for command in (configure, ["cmake", "--build", tmp_path, "--target", "optax_globalclip_cuda"]):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+  return tmp_path / "optax_globalclip_cuda.so"
+
+
+@slow
+def test_the_library_exports_the_handlers_and_needs_no_cuda_library(tmp_path):
+  path = library(tmp_path)
+  exported = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True).stdout
+  for stage in _native._TARGETS:
+    assert f" T {_native.target_name(stage, 'cuda')}\n" in exported
+  needed = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
+  assert not re.search(r"NEEDED.*(cuda|stdc\+\+)", needed)
