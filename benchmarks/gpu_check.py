@@ -3,12 +3,13 @@
     python benchmarks/gpu_check.py replay huge bench --out result.json
     python benchmarks/gpu_check.py all --cpu           # every step at a small size, on the CPU: that it runs, no more
 
-Times are of jitted calls queued one behind another, the last of them waited for; GB/s counts what has to be moved: a norm
-reads the tree once, a clip that clips reads it twice and writes it once, adamw's share is added in a chain. `share` is
-that rate over the rate of a device-to-device copy measured in the same process.
+Times are of jitted calls queued one behind another, the last of them waited for; GB/s counts what has to be moved: a
+norm reads the tree once, a clip that clips reads it twice and writes it once, adamw's share is added in a chain. `share`
+is that rate over the rate of a device-to-device copy measured in the same process.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -45,7 +46,8 @@ import optax_globalclip as ogc
 def replay(cpu):
   """One compiled program, called again with other data: a captured graph must read it anew."""
   clip = jax.jit(lambda tree: ogc.clip_tree(tree, 1.0), donate_argnums=0)
-  cases = [([3, 4], 5, [0.6, 0.8]), ([0, 0], 0, [0, 0]), ([30, 40], 50, [0.6, 0.8]), ([np.nan, 1], np.nan, [np.nan] * 2)]
+  cases = [([3, 4], 5, [0.6, 0.8]), ([0, 0], 0, [0, 0]), ([30, 40], 50, [0.6, 0.8]),
+           ([np.nan, 1], np.nan, [np.nan, np.nan])]
   for _ in range(3):
     for values, norm, want in cases:
       tree = {"a": jnp.asarray(values[:1], jnp.float32), "b": jnp.asarray(values[1:], jnp.float32)}
@@ -78,6 +80,9 @@ def huge(cpu):
   np.testing.assert_array_equal(clipped[-8:], np.full(8, 3 / want, jnp.bfloat16))
   np.testing.assert_array_equal(clipped[:8], np.full(8, 1 / want, jnp.bfloat16))
   return {"elements": ones + 8, "norm": float(norm)}
+
+
+MODELS = ("92M float32", "1.3B bfloat16", "10000 leaves")
 
 
 def shapes(model, cpu):
@@ -133,7 +138,7 @@ def measure_jax(model, library, what, cpu):
     def run(tree, max_norm):
       if library == "ogc":
         return ogc.clip_tree(tree, max_norm)[0]
-      return clip(max_norm).update(tree, optax.EmptyState())[0]
+      return clip(max_norm.astype(dtype)).update(tree, optax.EmptyState())[0]  # optax refuses another dtype here
     compiled = jax.jit(run, donate_argnums=0).lower(held["tree"], thresholds[0]).compile()
     def call():
       held["tree"] = compiled(held["tree"], thresholds.pop())
@@ -182,8 +187,8 @@ def copy_rate(cpu):
   return 2 * x.size / seconds_a_call(call, lambda: jax.block_until_ready(held), 5)
 
 
-# What must be moved, in passes over the tree: a chain's adamw reads gradients, moments and parameters, and writes moments
-# and updates.
+# What must be moved, in passes over the tree: a chain's adamw reads gradients, moments and parameters, and writes
+# moments and updates.
 PASSES = {"norm": 1, "clip, unclipped": 1, "clip, clipped": 3, "chain with adamw": 8}
 
 
@@ -205,9 +210,12 @@ def case(cpu, model, library):
 def bench(args):
   """Every model and library in a process of its own, so that one that does not end ends alone."""
   results, begin = {}, time.perf_counter()
-  for model in ("92M float32", "1.3B bfloat16", "10000 leaves"):
+  for model in MODELS:
     for library in ("ogc", "optax", "torch"):
       found = results.setdefault(model, {}).setdefault(library, {})
+      if importlib.util.find_spec("torch" if library == "torch" else "optax") is None:
+        found["failed"] = f"{library} is not installed"
+        continue
       left = min(args.seconds, args.budget - (time.perf_counter() - begin))
       command = [sys.executable, __file__, "case", "--case", json.dumps([model, library])] + ["--cpu"] * args.cpu
       try:

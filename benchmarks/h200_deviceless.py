@@ -4,8 +4,9 @@
     python benchmarks/h200_deviceless.py                    # prints, and writes benchmarks/results/h200_deviceless.json
     python benchmarks/h200_deviceless.py --layers 2 --check # small, and exits with 1 where a claim of README.md fails
 
-For each program: launches (instructions that run on the device; a call of ours launches two kernels for a norm and three
-for a clip), copies among them, and the bytes that they read and write, each operand and result counted once. The tree is that of a GPT of 92 M float32 parameters in 148 leaves.
+For each program: launches (instructions that run on the device), kernels (a call of ours launches two for a norm and
+three for a clip), copies, and the bytes that all of them read and write, each operand and result counted once. The tree
+is that of a GPT of 92 M float32 parameters in 148 leaves.
 """
 
 import argparse
@@ -13,11 +14,16 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import sys
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+DUMP = tempfile.TemporaryDirectory()
+os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+                           f" --xla_dump_to={DUMP.name} --xla_dump_hlo_module_re=in_a_command_buffer"
+                           " --xla_gpu_graph_min_graph_size=1")
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +108,14 @@ def programs(params, tokens):
   }
 
 
+def thunks(function, arguments):
+  """What XLA will run, as it prints it: thunks, those of a command buffer indented below it."""
+  def in_a_command_buffer(*args):
+    return function(*args)
+  jax.jit(in_a_command_buffer, donate_argnums=0).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+  return next(pathlib.Path(DUMP.name).glob("*thunk_sequence_after_thunk_passes.txt")).read_text()
+
+
 def check(results, tree_mb):
   """The claims, as `(sentence, whether it holds)`."""
   clip, stock = results["clip: ogc.clip_tree"], results["clip: optax.clip_by_global_norm"]
@@ -149,6 +163,9 @@ def main(argv=None):
   leaves = jax.tree.leaves(params)
   tree_mb = sum(leaf.size for leaf in leaves) * 4 / 1e6
   claims = {} if args.only else dict(check(results, tree_mb))
+  if not args.only:
+    sequence = thunks(lambda tree: ogc.clip_tree(tree, 1.0), [place([jax.ShapeDtypeStruct((1000,), jnp.float32)] * 3)])
+    claims["XLA puts the call in a command buffer"] = bool(re.search(r"kCommandBuffer.*\n +\d+: kCustomCall", sequence))
   for sentence, holds in claims.items():
     print("ok  " if holds else "FAIL", sentence)
   if not args.check and not args.only:

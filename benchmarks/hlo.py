@@ -39,7 +39,7 @@ def computations(text):
 
 
 def measure(text):
-  """Launches, copies and bytes of a compiled module; bytes of our kernels where nothing is clipped, and where all is."""
+  """Launches, copies and bytes of a compiled module: where our kernels clip nothing, and where they clip."""
   found, entry = computations(text)
   total = {"launches": 0, "kernels": 0, "custom_calls": 0, "copies": 0, "copied_mb": 0.0, "mb_unclipped": 0.0,
            "mb_clipped": 0.0}

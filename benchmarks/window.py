@@ -3,9 +3,9 @@
     python benchmarks/window.py               # a GPT of 92 M parameters, windows of 8, adamw; some minutes
     python benchmarks/window.py --layers 2    # a small one
 
-A call takes donated parameters and state, and gradients that are there already; a window is eight such calls. Contenders
-take turns, and the ratio is taken within a turn. With the packages of h200_deviceless.py installed and the CUDA library
-built, the same steps are compiled for an H200 and their bytes counted. Writes results/window.json.
+A call takes donated parameters and state, and gradients that are there already; a window is eight such calls.
+Contenders take turns, and the ratio is taken within a turn. With the packages of h200_deviceless.py installed and the
+CUDA library built, the same steps are compiled for an H200 and their bytes counted. Writes results/window.json.
 """
 
 import argparse
@@ -114,8 +114,9 @@ def bench_cpu(shapes, turns):
     quotients = [sum(theirs) / sum(own) for theirs, own in zip(windows[THEIRS], windows[name])]
     low, median, high = statistics.quantiles(quotients, n=4, method="inclusive")
     out["contenders"][name] = dict(
-        window_ms=milliseconds(map(sum, windows[name])), micro_step_ms=milliseconds(sum((w[:-1] for w in windows[name]), [])),
-        boundary_ms=milliseconds(w[-1] for w in windows[name]),
+        window_ms=milliseconds(map(sum, windows[name])),
+        micro_step_ms=milliseconds(seconds for window in windows[name] for seconds in window[:-1]),
+        boundary_ms=milliseconds(window[-1] for window in windows[name]),
         times_faster_than_multi_steps=dict(median=round(median, 2), quartiles=[round(low, 2), round(high, 2)]),
         **run.memory)
   return out

@@ -8,8 +8,8 @@
 
 namespace globalclip {
 
-// Stage 1 over the leaves of `table`: partials[table.chunk_offset + i] is chunk i's sum of squares, as exact as a norm of
-// `dtype` needs it.
+// Stage 1 over the leaves of `table`: partials[table.chunk_offset + i] is chunk i's sum of squares, as exact as a norm
+// of `dtype` needs it.
 cudaError_t launch_grad_norm_partial(cudaStream_t stream, const LeafTable& table, DType dtype, SumSquares* partials);
 
 // Stage 2 over the leaves of `table`: leaf_totals[table.first_leaf + i] is leaf i's sum. The launch for the table that

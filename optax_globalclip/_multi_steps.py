@@ -31,7 +31,7 @@ class ClippedMultiStepsState(NamedTuple):
 def _run_if(condition: jax.Array | bool, body: Callable, carry: Any) -> Any:
   """`body(carry)` where the condition holds (or is True outright), else `carry`.
 
-  A loop of one trip or none works on its carry in place, where `lax.cond` copies the carry through the branch not taken.
+  A loop of one trip or none works on its carry in place, where `lax.cond` copies it through the branch not taken.
   """
   if condition is True:
     return body(carry)
@@ -78,8 +78,8 @@ def _check_every_k(every_k: Any) -> None:
   if callable(every_k):
     return
   if isinstance(every_k, jax.Array):
-    raise TypeError("every_k: expected an int or a schedule, got a JAX array; under optax.inject_hyperparams name it in "
-                    "static_args=('every_k',)")
+    raise TypeError("every_k: expected an int or a schedule, got a JAX array; under optax.inject_hyperparams name it "
+                    "in static_args=('every_k',)")
   if isinstance(every_k, bool) or not isinstance(every_k, (int, np.integer)):
     raise TypeError(f"every_k: expected an int or a schedule of the optimizer step, got {every_k!r}")
   if every_k < 1:
@@ -264,7 +264,8 @@ def clipped_multi_steps(
     nothing = (jnp.zeros((), limit.dtype), jnp.zeros(len(gradients) if options.leaf_norms else 1, jnp.int32),
                jnp.zeros((), jnp.bool_))
     # One buffer a leaf: the accumulator on the way in, the optimizer's update on the way out.
-    (norm, nonfinite, bad), buffers, inner_state = _run_if(measures, close_window, (nothing, gradients, state.inner_state))
+    carry = nothing, gradients, state.inner_state
+    (norm, nonfinite, bad), buffers, inner_state = _run_if(measures, close_window, carry)
     runs = measures & ~bad if on_nonfinite == "skip" else measures
     if on_nonfinite == "raise":
       _clip.raise_if(leaves.paths, nonfinite)
@@ -301,7 +302,7 @@ def _wide_dtypes(leaves: _norm.Leaves, like: Any) -> list[np.dtype]:
     if gradient.shape != np.shape(leaf):
       raise ValueError(f"{path}: expected shape {np.shape(leaf)}, that of the parameter; got {gradient.shape}")
     if dtype is None or jnp.iscomplexobj(gradient) > jnp.issubdtype(dtype, jnp.complexfloating):
-      raise TypeError(f"{path}: expected updates that a parameter of dtype {_dtype(leaf)} can take; got {gradient.dtype}")
+      raise TypeError(f"{path}: expected updates for a parameter of dtype {_dtype(leaf)}; got {gradient.dtype}")
     out.append(dtype)
   return out
 
@@ -317,8 +318,9 @@ def _accumulated(leaves: _norm.Leaves, state: ClippedMultiStepsState, scale, wei
   """The accumulators after this micro-batch; one of weight 0 adds nothing, whatever it holds."""
   accumulators = leaves.matching(state.accumulators, "parameters")
   if len(accumulators) != len(jax.tree.leaves(state.accumulators)):
-    known = {"updates" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.accumulators)}
-    raise ValueError(f"{min(known - set(leaves.paths))}: expected updates of every floating parameter, got none")
+    keyed = jax.tree_util.tree_leaves_with_path(state.accumulators)
+    missing = {"updates" + jax.tree_util.keystr(path) for path, _ in keyed} - set(leaves.paths)
+    raise ValueError(f"{min(missing)}: expected updates of every floating parameter, got none")
   out = []
   for gradient, accumulator in zip(leaves.arrays, accumulators):
     x = gradient.astype(accumulator.dtype)

@@ -15,6 +15,7 @@ holds (inside `shard_map` and `pmap`).
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,10 +27,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_globalclip import _compat, _platform, _reference
 
-_DEVICES = "globalclip_devices"  # the one axis of the mesh that `custom_partitioning` runs on
-# Says so of any number of devices, which a callback of XLA's may not know.
-_REPLICATED = NamedSharding(AbstractMesh((1,), (_DEVICES,)), PartitionSpec())
 _LIMB_BITS = 12                  # leaves 19 bits for carries: sums over 2**18 devices fit in int32
+_DEVICES = "globalclip_devices"  # the one axis of the mesh that `custom_partitioning` runs on
+# Of any number of devices: the callbacks of `custom_partitioning` are not told how many there are.
+_REPLICATED = NamedSharding(AbstractMesh((1,), (_DEVICES,)), PartitionSpec())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -89,10 +90,9 @@ def place(leaves, axis_name: Any, mesh: Any, specs: Any) -> dict[str, Any]:
     for size, names in zip(leaf.shape, map(_names, spec)):
       if unknown := [axis for axis in names if axis not in mesh.shape]:
         raise ValueError(f"{name}: {spec} names {unknown[0]!r}, which is no axis of the mesh {dict(mesh.shape)}")
-      if parts := size % np.prod([mesh.shape[axis] for axis in names], dtype=int):
+      if size % math.prod(mesh.shape[axis] for axis in names):
         raise ValueError(f"{name}: {spec} does not divide the leaf of shape {leaf.shape} evenly over the mesh "
-                         f"{dict(mesh.shape)} ({size} leaves a remainder of {parts}); without mesh= uneven shards are "
-                         "fine")
+                         f"{dict(mesh.shape)}; uneven shards are fine on an Auto mesh without mesh and specs")
   return dict(mesh=mesh, specs=specs)
 
 
@@ -100,19 +100,18 @@ def check_leaves(paths: Sequence[str], arrays: Sequence[jax.Array]) -> None:
   """Raises where no computation could hold all `arrays`, naming them, or where one is a sum still to be taken."""
   first = None
   for i, array in enumerate(arrays):
-    if isinstance(array, jax.core.Tracer):
-      if axes := _compat.unreduced_axes(array):
-        raise ValueError(f"{paths[i]}: is unreduced over {sorted(axes)}, a sum over devices not yet taken, whose norm "
-                         "its shards do not tell: reduce it first (jax.reshard, jax.lax.psum)")
-    elif array.committed:
-      if first is None:
-        first = i
-      elif (array.sharding != arrays[first].sharding
-            and array.sharding.device_set != arrays[first].sharding.device_set):
-        def devices(j):
-          return f"{paths[j]} on {sorted(map(str, arrays[j].sharding.device_set))}"
-        raise ValueError("leaves lie on different devices and no mesh joins them: "
-                         f"{devices(first)}, {devices(i)}. Put them on one mesh with jax.device_put")
+    if axes := _compat.unreduced_axes(array):
+      raise ValueError(f"{paths[i]}: is unreduced over {sorted(axes)}, a sum over devices not yet taken, whose norm its "
+                       "shards do not tell: reduce it first (jax.reshard, jax.lax.psum)")
+    if isinstance(array, jax.core.Tracer) or not array.committed:
+      continue
+    if first is None:
+      first = i
+    elif array.sharding != arrays[first].sharding and array.sharding.device_set != arrays[first].sharding.device_set:
+      def devices(j):
+        return f"{paths[j]} on {sorted(map(str, arrays[j].sharding.device_set))}"
+      raise ValueError(f"leaves lie on different devices and no mesh joins them: {devices(first)}, {devices(i)}. Put them "
+                       "on one mesh with jax.device_put")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,9 +120,9 @@ def check_leaves(paths: Sequence[str], arrays: Sequence[jax.Array]) -> None:
 
 class _Layout(NamedTuple):
   """How the leaves lie on the devices that run this together."""
-  axes: tuple[str, ...]                     # to sum over
-  groups: tuple[tuple[int, ...], ...] | None  # of them, the indices that sum together; None: all
-  counted: jax.Array                        # int32[n]: 1 where this device's shard of a leaf counts
+  axes: tuple[str, ...]                       # to sum over
+  groups: tuple[tuple[int, ...], ...] | None  # of the axes' indices, those that sum together; None: all
+  counted: jax.Array                          # int32[n]: 1 where this device's shard of a leaf counts
 
 
 def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
@@ -265,15 +264,17 @@ def _manual_axes_of(leaves: Sequence[jax.Array], options) -> list[tuple[str, ...
   varying = [_compat.varying_axes(leaf) for leaf in leaves]
   if options.axes is None:
     return [tuple(sorted(axes)) for axes in varying]
-  # Where types say how leaves vary, an axis over which one does not vary holds replicas of it.
-  typed = any(varying)
+  # Where types say how leaves vary, an axis over which one does not vary holds replicas of it. They say it where an
+  # axis's index varies.
+  axis = next((name for named in options.axes for name in named), None)
+  typed = axis is not None and bool(_compat.varying_axes(jax.lax.axis_index(axis)))
   return [tuple(a for a in named if a in own or not typed) for named, own in zip(options.axes, varying)]
 
 
 def _layout_of_axes(axes: Sequence[tuple[str, ...]]) -> _Layout:
   """The layout of leaves each of which is sharded over `axes[i]` and replicated over the others' axes."""
   union = tuple(dict.fromkeys(name for names in axes for name in names))
-  kinds = list(dict.fromkeys(map(frozenset, axes)))
+  kinds = {kind: i for i, kind in enumerate(dict.fromkeys(map(frozenset, axes)))}
   def first_replica(kind):
     flag = jnp.ones((), jnp.int32)
     for name in union:
@@ -283,7 +284,7 @@ def _layout_of_axes(axes: Sequence[tuple[str, ...]]) -> _Layout:
   if len(kinds) == 1:
     return _Layout(union, None, jnp.ones(len(axes), jnp.int32))
   flags = jnp.stack([first_replica(kind) for kind in kinds])
-  return _Layout(union, None, flags[np.asarray([kinds.index(frozenset(names)) for names in axes])])
+  return _Layout(union, None, flags[np.asarray([kinds[frozenset(names)] for names in axes])])
 
 
 def _on_named_axes(max_norm, loss_scale, *leaves, options, scales, axes):
@@ -326,16 +327,16 @@ def _tiles(sharding: jax.sharding.Sharding, ndim: int) -> np.ndarray:
 class _Tiling(NamedTuple):
   """How XLA laid the leaves over all devices: tables by device, in the order of the devices' assignment."""
   devices: list[jax.Device]
-  groups: tuple[tuple[int, ...], ...] | None  # devices that together hold each tile of each leaf
-  counted: np.ndarray                         # int32[devices, kinds]
-  kind: np.ndarray                            # int[n]: a leaf's column of `counted`
-  tiles: list[np.ndarray]                     # of each leaf: int32[devices, ndim]
+  groups: tuple[tuple[int, ...], ...]  # of equal size: devices that together hold every tile of every leaf
+  counted: np.ndarray                  # int32[devices, kinds]
+  kind: np.ndarray                     # int[n]: a leaf's column of `counted`
+  tiles: list[np.ndarray]              # of each leaf: int32[devices, ndim]
 
 
 def _tiling(shardings: Sequence[jax.sharding.Sharding], ranks: Sequence[int]) -> _Tiling:
-  kinds = list(dict.fromkeys(zip(shardings, ranks)))
+  kinds = {pair: i for i, pair in enumerate(dict.fromkeys(zip(shardings, ranks)))}
   tables = [_tiles(sharding, rank) for sharding, rank in kinds]
-  kind = np.asarray([kinds.index(pair) for pair in zip(shardings, ranks)])
+  kind = np.asarray([kinds[pair] for pair in zip(shardings, ranks)])
   devices = list(shardings[0].devices_indices_map((shardings[0].num_devices,) * ranks[0]))
   # Devices with the same tile of every leaf are replicas of each other. The r-th replicas of all tiles form group r.
   _, holding = np.unique(np.concatenate(tables, axis=1), axis=0, return_inverse=True)
@@ -390,14 +391,14 @@ def _on_auto_mesh(max_norm, loss_scale, *leaves, options, scales):
     tiling = _tiling(of_leaves, [len(shape) for shape in shapes])
 
     def on_each_device(max_norm, loss_scale, *shards):
-      if len(tiling.groups[0]) == 1:
-        return run(max_norm, loss_scale, *shards)
-      device = jax.lax.axis_index(_DEVICES)
-      layout = _Layout((_DEVICES,), tiling.groups if len(tiling.groups) > 1 else None,
-                       jnp.asarray(tiling.counted)[device][tiling.kind])
-      summed = [_without_padding(x, shape, tiles, device) for x, shape, tiles in zip(shards, shapes, tiling.tiles)]
       # XLA compiles on threads of its own, which know nothing of a `with jax.enable_x64(True)` around the caller.
       with jax.enable_x64(x64):
+        if len(tiling.groups[0]) == 1:
+          return run(max_norm, loss_scale, *shards)
+        device = jax.lax.axis_index(_DEVICES)
+        layout = _Layout((_DEVICES,), tiling.groups if len(tiling.groups) > 1 else None,
+                         jnp.asarray(tiling.counted)[device][tiling.kind])
+        summed = [_without_padding(x, shape, tiles, device) for x, shape, tiles in zip(shards, shapes, tiling.tiles)]
         return _on_shards(max_norm, loss_scale, *shards, options=options, scales=scales, layout=layout, summed=summed)
 
     results = (_REPLICATED, _REPLICATED, *(of_leaves if scales else (_REPLICATED,)))

@@ -41,7 +41,7 @@ def scale_stage(platform: str | None, scale_stage: str, leaves) -> str:
     return scale_stage
   # On a GPU XLA folds the scale into an elementwise optimizer's loops for free and fuses those of many leaves into one,
   # where the kernel reads and writes everything once more and keeps them apart: chain(clip, adamw) over 148 leaves takes
-  # 19 launches with "xla" and 151 with "kernel" (600 leaves: 54 and 613), however large they are. Compile time is
+  # 20 launches with "xla" and 153 with "kernel" (600 leaves: 55 and 614), however large they are. Compile time is
   # optax's, and grows with the leaves; past this many the kernel keeps it down.
   return "kernel" if platform == "cpu" or len(leaves) > _XLA_SCALED_LEAVES else "xla"
 
@@ -55,9 +55,11 @@ def scale_leaves(platform, ops, leaves, *, per_leaf, stage, out_dtypes, divides,
     op = ops[np.asarray(batch)] if per_leaf else ops
     for i, scaled in zip(batch, _native.scale(platform, op, [leaves[i] for i in batch], per_leaf=per_leaf)):
       out[i] = scaled
-  for i in set(range(len(leaves))) - set(in_kernel):
-    out[i] = _reference.scale(leaves[i], ops[i if per_leaf else 0], out_dtypes[i], divides=divides,
-                              zeroes=zeroes)
+  in_xla = sorted(set(range(len(leaves))) - set(in_kernel))
+  common = _reference.op_of(ops, 0) if in_xla and not per_leaf else None
+  for i in in_xla:
+    op = _reference.op_of(ops, i) if per_leaf else common
+    out[i] = _reference.scale(leaves[i], op, out_dtypes[i], divides=divides, zeroes=zeroes)
   return tuple(out)
 
 

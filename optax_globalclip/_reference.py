@@ -209,17 +209,22 @@ def norm(max_norm, loss_scale, leaves, *, per_leaf, on_nonfinite):
   return norms, nonfinite, ops
 
 
-def scale(leaf: jax.Array, op: jax.Array, out_dtype, *, divides: bool, zeroes: bool) -> jax.Array:
-  """The op applied to every element, computed in T and rounded once to `out_dtype`.
+def op_of(ops: jax.Array, i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Row i of `ops` (T[k, 3]) as three scalars: taken apart once for all leaves, not again for each."""
+  return tuple(lax.squeeze(lax.slice(ops, (i, j), (i + 1, j + 1)), (0, 1)) for j in range(3))
+
+
+def scale(leaf: jax.Array, op, out_dtype, *, divides: bool, zeroes: bool) -> jax.Array:
+  """The op (T[3], or its three numbers) applied to every element, computed in T and rounded once to `out_dtype`.
 
   `divides` and `zeroes` say whether the op can be a division, as with a loss scale, and a filling with zeros: what
   cannot be is not computed. A filling with NaN is a multiplication by it.
   """
-  mode, a, b = op[0], op[1], op[2]
+  mode, a, b = op
   if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
     parts = [scale(part, op, part.dtype, divides=divides, zeroes=zeroes) for part in _real_parts(leaf)]
     return lax.complex(*parts).astype(out_dtype)
-  x = leaf.astype(op.dtype)
+  x = leaf.astype(a.dtype)
   y = x * a * b
   if divides:
     # A denominator that looks different for every element: XLA turns a division by a scalar into a multiplication by

@@ -52,7 +52,8 @@ def test_unscaling_is_a_division_rounded_once(path):
     for scale in 1000.0, 2.0**127, 3.0, float(np.float32(0.1)):
       true = rng.uniform(1, 2, 2).astype(np.float32)
       scaled = np.float32(true * np.float32(scale))
-      np.testing.assert_array_equal(run(scaled, loss_scale=scale), sign * np.float32(np.float64(scaled) / np.float32(scale)))
+      want = np.float32(np.float64(scaled) / np.float32(scale))
+      np.testing.assert_array_equal(run(scaled, loss_scale=scale), sign * want)
     np.testing.assert_array_equal(run(f32(3000, 1000), loss_scale=1000.0), sign * f32(3, 1))
 
 

@@ -1,5 +1,5 @@
-"""Every case that the native path passes on the CPU, on the CUDA kernels: the same tests, with the kernels compiled for the
-host and called by XLA through the CUDA handlers."""
+"""Every case that the native path passes on the CPU, on the CUDA kernels: the same tests, with the kernels compiled for
+the host and called by XLA through the CUDA handlers."""
 
 import importlib
 import inspect

@@ -1,5 +1,5 @@
-"""What nvcc makes of kernels.cu: no spills and no stack on any architecture, 16-byte loads in the streaming kernels, and a
-library that exports the handlers and needs no CUDA library to load."""
+"""What nvcc makes of kernels.cu: no spills and no stack on any architecture, 16-byte loads in the streaming kernels, and
+a library that exports the handlers and needs no CUDA library to load."""
 
 import functools
 import importlib.util

@@ -204,6 +204,33 @@ def test_errors_name_target_operand_expected_and_got(leaf, workspace, words):
   assert all(word in str(error.value) for word in words), error.value
 
 
+def clip_apart(tree, per_leaf):
+  """The clip target with results that are not its operands' memory."""
+  sizes = sum(-(-leaf.nbytes // 65536) for leaf in tree) * 32 + len(tree) * 56
+  *shapes, workspace = norm_results(sizes, len(tree))
+  shapes[2] = jax.ShapeDtypeStruct((len(tree) if per_leaf else 1, 3), jnp.float32)
+  like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in tree]
+  norms, _, _, *rest = call("clip", (*shapes, *like, workspace), np.float32(1), np.float32(1), *tree,
+                            per_leaf=per_leaf, on_nonfinite=np.int32(0))
+  return norms, rest[:-1]
+
+
+@pytest.mark.parametrize("per_leaf", [False, True])
+def test_two_tables_are_clipped_in_one_call_into_other_memory(cuda, per_leaf):
+  tree = [jnp.full(1 + i % 3, 1 + i % 7, "bfloat16" if i % 2 else "float32") for i in range(1700)]
+  norms, clipped = clip_apart(tree, per_leaf)
+  assert oracle.ulps(norms[0], oracle.norm(tree)) <= 1
+  wants = [oracle.clip([leaf], 1.0)[0] for leaf in tree] if per_leaf else oracle.clip(tree, 1.0)
+  for leaf, got, want in zip(tree, clipped, wants):
+    assert np.all(oracle.ulps(got, want) <= 3) and leaf[0] >= 1
+
+
+def test_an_error_of_a_copy_names_it(monkeypatch):
+  monkeypatch.setenv("CUDA_ON_CPU_FAIL", "cudaMemcpyAsync")
+  with pytest.raises(Exception, match="clip: copy of a leaf that is not donated: cudaErrorInvalidValue"):
+    clip_apart([jnp.ones(3)], False)
+
+
 @pytest.mark.parametrize("function, words", [
     ("cudaLaunchKernelEx", "clip: k_grad_norm_partial: cudaErrorInvalidValue"),
     ("cudaGetLastError", "clip: k_grad_norm_partial: cudaErrorInvalidValue"),

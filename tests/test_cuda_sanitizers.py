@@ -1,5 +1,5 @@
-"""The CUDA kernels on the host under the sanitizers: no race between barriers, no access out of bounds, nothing undefined;
-and the harness sees a barrier that is missing."""
+"""The CUDA kernels on the host under the sanitizers: no race between barriers, no access out of bounds, nothing
+undefined; and the harness sees a barrier that is missing."""
 
 import os
 import re

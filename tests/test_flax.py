@@ -26,7 +26,8 @@ def f32(*values):
 
 
 def make(**options):
-  return ogc.clipped_multi_steps(optax.sgd(1.0), 1.0, **(dict(every_k=2, loss_scale=ogc.DynamicLossScale(8.0)) | options))
+  options = dict(every_k=2, loss_scale=ogc.DynamicLossScale(8.0)) | options
+  return ogc.clipped_multi_steps(optax.sgd(1.0), 1.0, **options)
 
 
 def test_train_state_works_as_it_is(path):

@@ -1,5 +1,10 @@
 """Does every kind of mesh give the clip and the norms that one device gives?"""
 
+import pathlib
+import subprocess
+import sys
+import textwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +43,8 @@ def whole_clip(tree, max_norm, **placement):
 def clip(request):
   """The whole clip, compiled once on each mesh and path: a function of a tree on the host and the threshold."""
   mesh, path = request.param
+  if mesh is sharded.partly_manual_on_explicit_mesh and jax.__version_info__ < (0, 10):
+    pytest.skip("jax 0.9 cannot lower axis_index in a shard_map inside a shard_map")
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("OPTAX_GLOBALCLIP_BACKEND", path)
     yield mesh(whole_clip)
@@ -124,6 +131,51 @@ def test_float64_is_reduced_in_float64(x64, path):
   assert oracle.ulps(clipped["a"], oracle.clip(tree, 1.0)["a"]).max() <= 3
 
 
+@pytest.mark.parametrize("mesh", [sharded.on_auto_mesh, sharded.on_explicit_mesh, sharded.in_shard_map],
+                         ids=lambda mesh: mesh.__name__)
+def test_what_monitor_records_is_the_same_on_every_device(mesh):
+  tree = sharded.tree()
+  def clip(leaves, **placement):
+    tx = ogc.global_clip(2.0, monitor=True, **placement)
+    updates, state = tx.update(leaves, tx.init(leaves))
+    return updates, ogc.clip_metrics(state)
+  _, metrics = mesh(clip)(tree)
+  assert oracle.ulps(sharded.everywhere(metrics["global_norm"]), oracle.norm(counted(tree))) <= 1
+  np.testing.assert_allclose(sharded.everywhere(metrics["clip_factor"]), 2 / float(oracle.norm(counted(tree))), rtol=1e-6)
+  assert sharded.everywhere(metrics["clipped_steps"]) == 1
+
+
+@pytest.mark.parametrize("kind", [sharded.AUTO, sharded.EXPLICIT])
+def test_raise_names_the_leaf_of_which_one_shard_is_bad(kind):
+  tree = sharded.tree()
+  tree["wide"][2, 15] = np.inf
+  placed = sharded.put(tree, sharded.make_mesh(kind), sharded.SPECS)
+  with pytest.raises(FloatingPointError, match=r"non-finite gradients in updates\['wide'\] \(1 elements\)$"):
+    ogc.clip_tree(placed, 1.0, error_if_nonfinite=True)
+
+
+RAISE = """
+    import sys
+    sys.path.insert(0, {here!r})
+    import jax, numpy as np, optax_globalclip as ogc, sharded
+    tree = sharded.tree()
+    tree["wide"][2, 15] = np.inf
+    def clip(leaves, **placement):
+      return ogc.clip_tree(leaves, 1.0, error_if_nonfinite=True, **placement)
+    jax.block_until_ready(sharded.{mesh}(clip)(tree))
+    jax.effects_barrier()
+"""
+
+
+@pytest.mark.parametrize("mesh", ["on_auto_mesh", "in_shard_map"])
+def test_raise_ends_a_jitted_step_on_several_devices(mesh):
+  # In a process of its own: every device's failed callback stays behind for the next one to wait on.
+  code = textwrap.dedent(RAISE).format(here=str(pathlib.Path(__file__).parent), mesh=mesh)
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+  assert done.returncode != 0
+  assert "FloatingPointError: optax_globalclip: non-finite gradients in updates['wide'] (1 elements)" in done.stderr
+
+
 def test_pmap_sums_over_its_axis(path):
   tree = {"w": jnp.arange(32, dtype=jnp.float32).reshape(8, 4), "b": jnp.full((8, 3), 2.0)}
   whole = {"w": np.asarray(tree["w"]), "b": np.full(3, 2.0, np.float32)}
@@ -138,6 +190,12 @@ def test_pmap_sums_over_its_axis(path):
 def test_without_axis_names_pmap_takes_each_devices_leaves_for_whole():
   norms = jax.pmap(lambda leaves: ogc.global_norm(leaves))(jnp.arange(8, dtype=jnp.float32)[:, None])
   assert norms.tolist() == list(range(8))
+
+
+def test_axis_name_counts_a_replica_once_where_types_say_that_it_is_one():
+  run = jax.shard_map(lambda x: ogc.global_norm(x, axis_name=("x", "y")), mesh=sharded.make_mesh(sharded.AUTO),
+                      in_specs=sharded.P(), out_specs=sharded.P())
+  assert float(jax.jit(run)(jnp.asarray([3.0, 4.0]))) == 5.0
 
 
 def test_axis_name_leaves_out_an_axis_of_independent_members():

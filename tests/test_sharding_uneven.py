@@ -78,6 +78,11 @@ def test_a_sharding_that_splits_a_mesh_axis_is_understood():
   np.testing.assert_allclose(clipped, oracle.clip(rows, 1.0).astype(np.float64), rtol=1e-6)
 
 
+def test_a_tree_of_scalars_has_a_norm():
+  scalars = put({"a": np.float32(3), "b": np.float32(4)}, make_mesh(AUTO), {"a": P(), "b": P()})
+  assert sharded.everywhere(ogc.global_norm(scalars)) == 5
+
+
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_empty_trees_and_empty_leaves_have_norm_zero(kind):
   mesh = make_mesh(kind)

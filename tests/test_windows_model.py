@@ -5,7 +5,6 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import optax_globalclip as ogc
@@ -66,7 +65,8 @@ class Model:
       nonfinite = not all(np.isfinite(g).all() for g in scaled.values())
     else:
       if weight:
-        self.sums = {name: self._rounded_to_infinity(self.sums[name] + weight * g / scale) for name, g in scaled.items()}
+        self.sums = {name: self._rounded_to_infinity(self.sums[name] + weight * g / scale)
+                     for name, g in scaled.items()}
       self.weight_sum += weight
       nonfinite = not all(np.isfinite(g).all() for g in self.sums.values())
     self.held += 1
@@ -132,11 +132,12 @@ def check(path: str, config: Config, max_norm: float, sequence: list[MicroBatch]
                             boundary=np.bool_(bool(batch.boundary)))
     want = model.step({name: np.asarray(g, np.float64) for name, g in scaled.items()}, batch.weight, batch.boundary,
                       batch.loss_scale)
+    assert windows.types(state) == types
+    updates, state = jax.device_get((updates, state))
     for name, p in PARAMS.items():
       assert updates[name].dtype == p.dtype
       rtol, atol = (2e-5, 1e-6) if p.dtype == np.float32 else (2e-3, 1e-6)
       np.testing.assert_allclose(np.float64(updates[name]), want[name], rtol=rtol, atol=atol, err_msg=f"{i}: {name}")
-    assert windows.types(state) == types
     metrics = {name: float(value) for name, value in ogc.clip_metrics(state).items()}
     assert bool(ogc.has_updated(state)) == model.updated
     assert metrics["loss_scale"] == model.scale
@@ -146,13 +147,14 @@ def check(path: str, config: Config, max_norm: float, sequence: list[MicroBatch]
     if math.isnan(model.norm):
       assert not math.isfinite(metrics["global_norm"])
     else:
-      np.testing.assert_allclose(metrics["global_norm"], model.norm, rtol=1e-5, atol=1e-12)
-    np.testing.assert_allclose(metrics["clip_factor"], model.factor, rtol=1e-5)
+      norm = math.inf if model.norm > FLOAT32_MAX else model.norm
+      np.testing.assert_allclose(metrics["global_norm"], norm, rtol=1e-5, atol=1e-12)
+    np.testing.assert_allclose(metrics["clip_factor"], model.factor, rtol=1e-5, atol=1e-30)
 
 
 # Powers of two and small integers, with what float16 cannot hold once scaled (100 * 4096), what sums beyond float32,
 # and what is not finite to begin with.
-values_a = st.sampled_from([0.0, 1.0, -1.0, 0.5, 3.0, -7.0, 2.0**-12, 2e35]) | st.sampled_from([math.nan, math.inf, 3e38])
+values_a = st.sampled_from([0.0, 1.0, -1.0, 0.5, 3.0, 2.0**-12, 2e35]) | st.sampled_from([math.nan, math.inf, 3e38])
 values_b = st.sampled_from([0.0, 1.0, -2.0, 0.25, 5.0, 100.0]) | st.sampled_from([math.nan, -math.inf])
 good_a, good_b = st.sampled_from([0.0, 1.0, -3.0, 2.0**-12]), st.sampled_from([0.0, 1.0, -2.0, 0.25])
 

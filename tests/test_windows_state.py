@@ -1,4 +1,4 @@
-"""The state of `clipped_multi_steps`: constant from init on, donated, scanned, batched, sharded as parameters, saved."""
+"""The state of `clipped_multi_steps`: constant from init on, donated, scanned, batched, mapped, saved and restored."""
 
 import jax
 import jax.numpy as jnp

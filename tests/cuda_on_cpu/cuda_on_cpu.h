@@ -2,10 +2,11 @@
 //
 //   g++ -std=c++17 -fno-strict-aliasing -I$CUDA/include -include cuda_on_cpu.h -x c++ kernels.cu
 //
-// Included ahead of kernel source that is plain CUDA: it stands in for the device built-ins that such source uses and for
-// the functions of the runtime API that launch it. A CUDA thread is a fiber, run until it waits at a barrier; with
+// Included ahead of kernel source that is plain CUDA: it stands in for the device built-ins that such source uses and
+// for the functions of the runtime API that launch it. A CUDA thread is a fiber, run until it waits at a barrier; with
 // -DCUDA_ON_CPU_THREADS it is a thread of the operating system, which is slow but lets ThreadSanitizer see races. One
-// block runs at a time, and one launch. Shared memory starts as NaN in every block.
+// block runs at a time, and one launch. Shared memory starts as NaN in every block, but for a template's, whose section
+// the compiler does not choose.
 //
 // CUDA_ON_CPU_ORDER=forward|reverse|random[:seed] is the order in which fibers are resumed (random:1 unless told).
 // CUDA_ON_CPU_FAIL=NAME makes the runtime function of that name return cudaErrorInvalidValue.
