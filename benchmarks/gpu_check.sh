@@ -33,7 +33,7 @@ step() {  # seconds, name, command
 tests=(tests/test_cases_numerics.py tests/test_cases_nonfinite.py tests/test_cases_shapes.py
        tests/test_cases_loss_scale.py)
 if [[ ${#cpu[@]} -gt 0 ]]; then tests+=(--collect-only); fi
-step 100 "tests" env OPTAX_GLOBALCLIP_BACKEND=native "$python" -m pytest -q -p no:cacheprovider -k "not reference" \
+step 100 "tests" env OPTAX_GLOBALCLIP_BACKEND=native "$python" -m pytest -q -n 0 -p no:cacheprovider -k "not reference" \
   "${tests[@]}"
 
 step 30 "replay" "$python" benchmarks/gpu_check.py replay "${cpu[@]}" --out "$out"

@@ -20,7 +20,7 @@ makers = pytest.mark.parametrize("make", [ogc.global_clip, ogc.per_tensor_clip,
 
 
 def named(values):
-  return pytest.mark.parametrize("value", values, ids=lambda x: f"{type(x).__name__}-{x}")
+  return pytest.mark.parametrize("value", values, ids=lambda x: f"{type(x).__name__}-{getattr(x, '__name__', x)}")
 
 
 @makers

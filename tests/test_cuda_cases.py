@@ -9,7 +9,7 @@ from cuda_on_cpu import build
 
 MODULES = [importlib.import_module(name) for name in (
     "test_cases_numerics", "test_cases_nonfinite", "test_cases_shapes", "test_cases_loss_scale",
-    "test_clip_loss_scale")]
+    "test_clip_loss_scale", "test_property_clip", "test_property_norm")]
 
 
 def _forget_results():

@@ -1,7 +1,6 @@
 """What nvcc makes of kernels.cu: no spills and no stack on any architecture, 16-byte loads in the streaming kernels, and
 a library that exports the handlers and needs no CUDA library to load."""
 
-import functools
 import importlib.util
 import os
 import pathlib
@@ -27,16 +26,16 @@ def nvcc(*args):
   return done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-  """`architecture -> (machine code, what ptxas reported)`."""
-  @functools.cache
-  def compile_kernels(architecture):
-    cubin = tmp_path_factory.mktemp("cubin") / "kernels.cubin"
+def compiled(architecture):
+  """`(machine code, what ptxas reported)`: a file and a text."""
+  kernels = build.SOURCES / "kernels.cu"
+  def make(folder):
+    folder.mkdir()
     report = nvcc("-std=c++17", "-O3", f"-arch=sm_{architecture}", "-Xptxas", "-v", "-Werror", "all-warnings",
-                  "-cubin", "-o", cubin, build.SOURCES / "kernels.cu")
-    return cubin, report
-  return compile_kernels
+                  "-cubin", "-o", folder / "kernels.cubin", kernels)
+    (folder / "report").write_text(report)
+  folder = build.made(f"sm_{architecture}", [kernels], make)
+  return folder / "kernels.cubin", (folder / "report").read_text()
 
 
 def default_architectures():
@@ -48,7 +47,7 @@ def default_architectures():
 @pytest.mark.parametrize("architecture", [
     architecture if architecture == "90" else pytest.param(architecture, marks=slow)
     for architecture in default_architectures()])
-def test_kernels_neither_spill_nor_use_a_stack(architecture, compiled):
+def test_kernels_neither_spill_nor_use_a_stack(architecture):
   _, report = compiled(architecture)
   used = re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
                     r"(\d+) bytes spill loads.*?Used (\d+) registers", report, re.DOTALL)
@@ -93,7 +92,7 @@ def loops(code):
 
 
 @pytest.mark.parametrize("kernel, dtypes", [("k_grad_norm_partial", 4), ("k_grad_scale", 4)])
-def test_streaming_kernels_have_four_16_byte_loads_in_flight_on_sm_90(kernel, dtypes, compiled):
+def test_streaming_kernels_have_four_16_byte_loads_in_flight_on_sm_90(kernel, dtypes):
   """Four loads in a row in a loop for each dtype: none waits for what another brought."""
   cubin, _ = compiled("90")
   streaming = 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -52,24 +53,30 @@ def _run(command: list[str]) -> None:
     raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
 
 
-def _compiled(name: str, inputs: list[pathlib.Path], make) -> pathlib.Path:
-  """The file that `make(path)` wrote, or wrote before from the same inputs."""
-  if shutil.which("g++") is None:
-    pytest.skip("no g++ to compile the CUDA sources for the host")
-  if cuda_include() is None:
-    pytest.skip("no CUDA headers: pip install nvidia-cuda-runtime nvidia-cuda-crt, or nvcc, brings them")
+def made(name: str, inputs: list[pathlib.Path], make) -> pathlib.Path:
+  """The file that `make(path)` wrote, or wrote before from the same inputs, in this process or another."""
   key = hashlib.sha256(name.encode())
   for path in [*inputs, *sorted(FOLDER.glob("*.*")), *sorted(SOURCES.glob("*.h"))]:
     key.update(path.read_bytes())
   folder = pathlib.Path(tempfile.gettempdir()) / f"optax_globalclip_tests_{os.getuid()}"
   folder.mkdir(mode=0o700, exist_ok=True)
   path = folder / f"{key.hexdigest()[:16]}_{name}"
-  if not path.exists():
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-      made = pathlib.Path(work) / name
-      make(made)
-      made.rename(path)
+  with open(f"{path}.lock", "w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if not path.exists():
+      with tempfile.TemporaryDirectory(dir=folder) as work:
+        new = pathlib.Path(work) / name
+        make(new)
+        new.rename(path)
   return path
+
+
+def _compiled(name: str, inputs: list[pathlib.Path], make) -> pathlib.Path:
+  if shutil.which("g++") is None:
+    pytest.skip("no g++ to compile the CUDA sources for the host")
+  if cuda_include() is None:
+    pytest.skip("no CUDA headers: pip install nvidia-cuda-runtime nvidia-cuda-crt, or nvcc, brings them")
+  return made(name, inputs, make)
 
 
 def ffi_library() -> pathlib.Path:
