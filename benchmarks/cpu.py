@@ -1,12 +1,13 @@
 """What a norm and a clip cost on a CPU, beside optax, BLAS and the least that XLA needs.
 
-    python benchmarks/cpu.py                    # everything but optax's slowest compilation; some minutes
-    python benchmarks/cpu.py --optax-compile    # that too (5,000 leaves: minutes by itself)
+    python benchmarks/cpu.py                    # everything but what optax takes minutes to compile
+    python benchmarks/cpu.py --optax-compile    # that too: 5,000 leaves beside optax
     python benchmarks/cpu.py --only norm clip   # some of: norm clip leaves compile stages
     python benchmarks/cpu.py --plot             # the figure alone, from the results already there
 
 Contenders take turns, A B C A B C ..., and what is reported is the median and the quartiles of the ratio within a turn:
-what slows the whole machine down for a while slows all of them. Writes results/cpu.json and results/cpu.png.
+what slows the whole machine down for a while slows all of them. The time that the process had a CPU, all threads
+together, stands beside the wall time: other processes change it less. Writes results/cpu.json and results/cpu.png.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import pathlib
 import platform
 import statistics
 import time
+from typing import NamedTuple
 
 for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # they slow the dot that the norm is compared with
   os.environ.pop(name, None)
@@ -42,15 +44,20 @@ def gpt_shapes():
   return [(VOCABULARY, WIDTH), (CONTEXT, WIDTH), *layer * LAYERS, (WIDTH,), (WIDTH,)]
 
 
+class Seconds(NamedTuple):
+  wall: float
+  cpu: float
+
+
 def seconds(call, at_least=0.02):
   """Of one call, from as many as take `at_least` together."""
-  calls, start = 0, time.perf_counter()
+  calls, wall, cpu = 0, time.perf_counter(), time.process_time()
   while True:
     call()
     calls += 1
-    passed = time.perf_counter() - start
+    passed = time.perf_counter() - wall
     if passed >= at_least:
-      return passed / calls
+      return Seconds(passed / calls, (time.process_time() - cpu) / calls)
 
 
 def take_turns(contenders, turns):
@@ -66,16 +73,22 @@ def take_turns(contenders, turns):
 
 
 def ratio(times, ours, theirs):
-  """How many times as long `ours` takes as `theirs`: quartiles over turns, and of the best turn of each."""
-  quotients = [a / b for a, b in zip(times[ours], times[theirs])]
+  """How many times as long `ours` takes as `theirs`: quartiles over turns, of CPU time, and of the best turn of each."""
+  quotients = [a.wall / b.wall for a, b in zip(times[ours], times[theirs])]
   low, median, high = statistics.quantiles(quotients, n=4, method="inclusive")
-  return dict(of=ours, to=theirs, median=round(median, 3), quartiles=[round(low, 3), round(high, 3)],
-              best=round(min(times[ours]) / min(times[theirs]), 3))
+  cpu = statistics.median(a.cpu / b.cpu for a, b in zip(times[ours], times[theirs]))
+  best = min(times[ours]).wall / min(times[theirs]).wall
+  return {"of": ours, "to": theirs, "median": round(median, 3), "quartiles": [round(low, 3), round(high, 3)],
+          "cpu median": round(cpu, 3), "best": round(best, 3)}
 
 
-def summary(times, pairs):
-  milliseconds = {name: dict(median=round(1e3 * statistics.median(t), 3), best=round(1e3 * min(t), 3))
-                  for name, t in times.items()}
+def summary(times, pairs, calls=1):
+  """Milliseconds of every contender, divided by `calls`, and the ratios of `pairs`."""
+  def in_milliseconds(values):
+    return round(1e3 * values / calls, 4)
+  milliseconds = {
+      name: {"median": in_milliseconds(statistics.median(x.wall for x in t)), "best": in_milliseconds(min(t).wall),
+             "cpu median": in_milliseconds(statistics.median(x.cpu for x in t))} for name, t in times.items()}
   return dict(milliseconds=milliseconds, turns=len(next(iter(times.values()))),
               ratios=[ratio(times, *pair) for pair in pairs])
 
@@ -123,7 +136,7 @@ def bench_norm(turns):
   times = take_turns(contenders, turns)
   exact = float(np.sqrt(np.sum(np.square(flat, dtype=np.float64))))
   out = summary(times, [("optax_globalclip", "optax"), ("optax_globalclip", "sdot")])
-  out["gigabytes_a_second"] = {name: round(flat.nbytes / min(t) / 1e9, 1) for name, t in times.items()}
+  out["gigabytes_a_second"] = {name: round(flat.nbytes / min(t).wall / 1e9, 1) for name, t in times.items()}
   out["relative_error"] = {"optax_globalclip": abs(float(norms["optax_globalclip"](tree)) / exact - 1),
                            "optax": abs(float(norms["optax"](tree)) / exact - 1),
                            "sdot": abs(float(np.sqrt(blas.sdot(flat, flat))) / exact - 1)}
@@ -144,37 +157,58 @@ def bench_clip(turns):
       ("optax_globalclip, keeps", "norm alone")])
 
 
-def gradients_of(n):
-  """`n` leaves of 768, each a sum over a batch of two as a gradient of a bias is, and what they are made from."""
-  data = jnp.asarray(np.random.default_rng(0).standard_normal((n, 2, WIDTH), np.float32))
-  return data, lambda data: [jnp.sum(data[i], axis=0) for i in range(n)]
+STEPS = 10
+
+
+def norms_inside(f):
+  """The norm of gradients made inside the program, `STEPS` times: what a jitted call costs for every argument is paid
+  once."""
+  def run(leaves):
+    def step(_, norms):
+      factor = 1 + norms * np.float32(1e-30)  # keeps XLA from moving the gradients out of the loop
+      return norms + f([leaf * factor for leaf in leaves])
+    return jax.lax.fori_loop(0, STEPS, step, jnp.float32(0))
+  return jax.jit(run)
+
+
+def clips_inside(f):
+  """The clip of gradients made inside the program, `STEPS` times; a factor above 1 makes every step clip."""
+  def run(leaves, factor):
+    return jax.lax.fori_loop(0, STEPS, lambda _, leaves: f([leaf * factor for leaf in leaves]), leaves)
+  return jax.jit(run, donate_argnums=0)
+
+
+class Inside:
+  """Calls a compiled `clips_inside` again and again on what it returned."""
+
+  def __init__(self, run, n):
+    self.leaves = made([(WIDTH,)] * n)
+    start = time.perf_counter(), time.process_time()
+    self.run = run.lower(self.leaves, np.float32(1.001)).compile()
+    self.compiled = Seconds(time.perf_counter() - start[0], time.process_time() - start[1])
+
+  def __call__(self):
+    self.leaves = self.run(self.leaves, np.float32(1.001))
+    wait(self.leaves)
 
 
 def bench_leaves(turns, n):
-  """One result, so that what a jitted call costs for every argument and result does not hide the rest."""
-  data, gradients = gradients_of(n)
-  def program(f):
-    run = jax.jit(lambda data: f(gradients(data)))
-    start = time.perf_counter()
-    run = run.lower(data).compile()
-    print(f"    compiled in {time.perf_counter() - start:.1f} s", flush=True)
-    return lambda: wait(run(data))
-  def gathered(clip):
-    return lambda tree: jnp.concatenate(clip(tree))
-  out = {}
-  times = take_turns({
-      "gradients alone": program(lambda tree: jnp.concatenate(tree)),
-      "norm, optax_globalclip": program(ogc.global_norm), "norm, optax": program(optax.global_norm),
-      "clip, optax_globalclip": program(gathered(ours(1.0))), "clip, optax": program(gathered(stock(1.0)))}, turns)
-  return summary(times, [("norm, optax_globalclip", "norm, optax"), ("clip, optax_globalclip", "clip, optax"),
-                         ("norm, optax_globalclip", "gradients alone"), ("clip, optax_globalclip", "gradients alone")])
+  leaves = made([(WIDTH,)] * n)
+  contenders = {}
+  for name, f in (("norm, optax_globalclip", ogc.global_norm), ("norm, optax", optax.global_norm)):
+    run = norms_inside(f).lower(leaves).compile()
+    contenders[name] = lambda run=run: wait(run(leaves))
+  for name, f in (("clip, optax_globalclip", ours(1.0)), ("clip, optax", stock(1.0))):
+    contenders[name] = Inside(clips_inside(f), n)
+  return summary(take_turns(contenders, turns), [("norm, optax_globalclip", "norm, optax"),
+                                                 ("clip, optax_globalclip", "clip, optax")], calls=STEPS)
 
 
 def compile_seconds(f, tree):
   jax.clear_caches()
-  start = time.perf_counter()
+  wall, cpu = time.perf_counter(), time.process_time()
   jax.jit(lambda t: f(t)).lower(tree).compile()
-  return time.perf_counter() - start
+  return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def bench_compile(turns, n, with_optax):
@@ -184,11 +218,14 @@ def bench_compile(turns, n, with_optax):
   for _ in range(turns):
     for name, f in contenders.items():
       times[name].append(compile_seconds(f, tree))
+  pairs = [("clip", "multiply"), ("norm", "multiply")]
+  ratios = [ratio(times, *pair) for pair in pairs]
   if with_optax:
     for name, f in (("optax norm", optax.global_norm), ("optax clip", stock(1.0))):
       times[name] = [compile_seconds(f, tree)]
-  return dict(seconds={name: round(statistics.median(t), 2) for name, t in times.items()},
-              ratios=[ratio(times, "clip", "multiply"), ratio(times, "norm", "multiply")])
+  seconds = {name: {"median": round(statistics.median(x.wall for x in t), 2),
+                    "cpu median": round(statistics.median(x.cpu for x in t), 2)} for name, t in times.items()}
+  return dict(seconds=seconds, turns=turns, ratios=ratios)
 
 
 @contextlib.contextmanager
@@ -211,26 +248,22 @@ STAGES = {
 
 
 def bench_stages(turns, n):
-  """Where the scaling is best done for `n` leaves of 768: time to compile, and to run, clipping, both ways around."""
-  data, gradients = gradients_of(n)
+  """Where the scaling is best done for `n` leaves of 768: to compile, and to run, of donated and of made gradients."""
   compiles, donated, inside = {}, {}, {}
   for name, (setting, options) in STAGES.items():
     if name == "one call" and n > 1500:
       continue  # compiling it takes minutes
     with constants(**setting):
       jax.clear_caches()
-      start = time.perf_counter()
-      runs = Donated(lambda limit, options=options: ours(limit, **options), [(WIDTH,)] * n, 0.999)
-      runs.step = runs.step.lower(runs.tree, np.float32(1)).compile()
-      compiles[name] = round(time.perf_counter() - start, 2)
-      program = jax.jit(lambda data, options=options: jnp.concatenate(ours(1.0, **options)(gradients(data))))
-      program = program.lower(data).compile()
-    donated[name] = runs
-    inside[name] = lambda program=program: wait(program(data))
+      donated[name] = Donated(lambda limit, options=options: ours(limit, **options), [(WIDTH,)] * n, 0.999)
+      donated[name]()
+      jax.clear_caches()
+      inside[name] = Inside(clips_inside(ours(1.0, **options)), n)
+      compiles[name] = {"wall": round(inside[name].compiled.wall, 2), "cpu": round(inside[name].compiled.cpu, 2)}
   out = dict(compile_seconds=compiles)
-  for kind, contenders in (("donated", donated), ("made inside", inside)):
+  for kind, contenders, calls in (("donated", donated, 1), ("made inside", inside, STEPS)):
     times = take_turns(contenders, turns)
-    out[kind] = summary(times, [(name, "norm, then calls of 64") for name in contenders])
+    out[kind] = summary(times, [(name, "norm, then calls of 64") for name in contenders], calls)
   return out
 
 
@@ -259,6 +292,8 @@ def plot(results, path):
   for n in (1500, 5000):
     add(f"norm, {n:,} leaves of 768", f"leaves {n}", "norm, optax_globalclip", "norm, optax")
     add(f"clip, {n:,} leaves of 768", f"leaves {n}", "clip, optax_globalclip", "clip, optax")
+  if not rows:
+    return
   figure, axes = plt.subplots(figsize=(7.2, 0.42 * len(rows) + 1.3), layout="constrained")
   for i, (label, found) in enumerate(reversed(rows)):
     median, (low, high) = found["median"], found["quartiles"]
@@ -294,10 +329,10 @@ def main():
       sections["norm"] = lambda: bench_norm(arguments.turns)
     if "clip" in wanted:
       sections["clip"] = lambda: bench_clip(arguments.turns)
-    for n in (1500, 5000) if "leaves" in wanted else ():
+    for n in ((1500, 5000) if arguments.optax_compile else (1500,)) if "leaves" in wanted else ():
       sections[f"leaves {n}"] = lambda n=n: bench_leaves(arguments.turns, n)
     if "compile" in wanted:
-      sections["compile 5000"] = lambda: bench_compile(5, 5000, arguments.optax_compile)
+      sections["compile 5000"] = lambda: bench_compile(3, 5000, arguments.optax_compile)
     for n in (64, 148, 300, 1500, 5000) if "stages" in wanted else ():
       sections[f"stages {n}"] = lambda n=n: bench_stages(arguments.turns, n)
     results["machine"] = machine()

@@ -26,6 +26,7 @@ failed=0
 step() {  # seconds, name, command
   local seconds=$1 name=$2
   shift 2
+  if [[ ${#cpu[@]} -gt 0 ]]; then seconds=1800; fi
   echo "== $name"
   timeout "$seconds" "$@" || { echo "== $name: failed ($?)"; failed=1; }
 }
@@ -47,5 +48,6 @@ else
 fi
 
 step 40 "huge" "$python" benchmarks/gpu_check.py huge "${cpu[@]}" --out "$out"
+if [[ ${#cpu[@]} -gt 0 ]]; then cpu+=(--seconds 600 --budget 1800); fi
 step 220 "bench" "$python" benchmarks/gpu_check.py bench "${cpu[@]}" --out "$out"
 exit $failed

@@ -3,9 +3,9 @@
     python examples/train_fsdp.py                             # two processes of two CPU devices each
     python examples/train_fsdp.py --processes 1 --devices 4   # the same training, to the last digits
 
-Parameters, AdamW's moments and the batch are sharded (FSDP); the clip says nothing about it and sends a few numbers. The
-one command starts all processes. Step by step it writes `metrics.jsonl` into `--out`, and now and then a checkpoint:
-killed at any moment, the same command goes on from the last one to the same values.
+Parameters, AdamW's moments and the batch are sharded (FSDP); the clip is not told and sends a few numbers. The one
+command starts all processes. Step by step it writes `metrics.jsonl` into `--out`, and now and then a checkpoint: killed
+at any moment, the same command goes on from the last one to the same values.
 
 On a cluster start it on every host instead, with `--coordinator HOST:PORT` and the host's own `--process-id`.
 """
@@ -111,7 +111,7 @@ def create_sharded_state(args: argparse.Namespace, mesh: Mesh):
 
 
 def train_step(state, tokens: jax.Array):
-  """The next state, the mean loss before the step and the clip's metrics: as on one device, without a word of meshes."""
+  """The next state, the mean loss before it and the clip's metrics: as on one device, without a word of meshes."""
   loss, grads = jax.value_and_grad(lambda params: row_losses(state.apply_fn, params, tokens).mean())(state.params)
   state = state.apply_gradients(grads=grads)
   return state, loss, ogc.clip_metrics(state.opt_state)
@@ -148,8 +148,9 @@ def train(args: argparse.Namespace) -> None:
     leader = jax.process_index() == 0
     if leader:
       parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-      print(f"{args.size}: {parameters:,} parameters on {jax.device_count()} devices of {jax.process_count()} processes; "
-            + (f"going on after step {first}" if first else "compiling"), flush=True)
+      where = f"{jax.device_count()} devices of {jax.process_count()} processes"
+      what = f"going on after step {first}" if first else "compiling"
+      print(f"{args.size}: {parameters:,} parameters on {where}; {what}", flush=True)
       log = open_log(args.out / "metrics.jsonl", first)
     for step in range(first, args.steps):
       # Every process cuts the same batch and uploads its own devices' rows.

@@ -263,7 +263,7 @@ def global_norm(tree: Any, *, axis_name: Any = None, mesh: Any = None, specs: An
     tree: any pytree. Integer, bool and float0 leaves, `None` and `optax.MaskedNode` do not count; an empty tree has
       norm 0.
     axis_name: inside `shard_map` with `check_vma=False` or `pmap`, the axes over which leaves are sharded: a name, a
-      tuple of names, or a tree of those that is a prefix of `tree`. Without it each device's leaves are taken for whole.
+      tuple of names, or a tree of those that is a prefix of `tree`. Without it each device's leaves count as whole.
     mesh: with `specs`, a mesh outside of `shard_map`, so that the program can be exported and kept in the persistent
       compilation cache; sharded leaves need neither to be right.
     specs: the `PartitionSpec` of every leaf, or a prefix tree of them. Leaves laid out otherwise are moved.

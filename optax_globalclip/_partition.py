@@ -81,8 +81,8 @@ def place(leaves, axis_name: Any, mesh: Any, specs: Any) -> dict[str, Any]:
   if mesh is None:
     return {}
   if bound := _mesh_of(leaves.arrays).manual_axes:
-    raise ValueError(f"mesh: this call is inside a shard_map or pmap over {list(bound)}, where leaves are shards already: "
-                     "leave mesh and specs out, or use axis_name")
+    raise ValueError(f"mesh: this call is inside a shard_map or pmap over {list(bound)}, where leaves are shards "
+                     "already: leave mesh and specs out, or use axis_name")
   specs = leaves.spread("specs", specs, _is_spec)
   for name, leaf, spec in zip(leaves.paths, leaves.arrays, specs):
     if len(spec) > leaf.ndim:
@@ -101,8 +101,8 @@ def check_leaves(paths: Sequence[str], arrays: Sequence[jax.Array]) -> None:
   first = None
   for i, array in enumerate(arrays):
     if axes := _compat.unreduced_axes(array):
-      raise ValueError(f"{paths[i]}: is unreduced over {sorted(axes)}, a sum over devices not yet taken, whose norm its "
-                       "shards do not tell: reduce it first (jax.reshard, jax.lax.psum)")
+      raise ValueError(f"{paths[i]}: is unreduced over {sorted(axes)}, a sum over devices not yet taken, whose norm "
+                       "its shards do not tell: reduce it first (jax.reshard, jax.lax.psum)")
     if isinstance(array, jax.core.Tracer) or not array.committed:
       continue
     if first is None:
@@ -110,8 +110,8 @@ def check_leaves(paths: Sequence[str], arrays: Sequence[jax.Array]) -> None:
     elif array.sharding != arrays[first].sharding and array.sharding.device_set != arrays[first].sharding.device_set:
       def devices(j):
         return f"{paths[j]} on {sorted(map(str, arrays[j].sharding.device_set))}"
-      raise ValueError(f"leaves lie on different devices and no mesh joins them: {devices(first)}, {devices(i)}. Put them "
-                       "on one mesh with jax.device_put")
+      raise ValueError(f"leaves lie on different devices and no mesh joins them: {devices(first)}, {devices(i)}. Put "
+                       "them on one mesh with jax.device_put")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -401,8 +401,9 @@ def _on_auto_mesh(max_norm, loss_scale, *leaves, options, scales):
         summed = [_without_padding(x, shape, tiles, device) for x, shape, tiles in zip(shards, shapes, tiling.tiles)]
         return _on_shards(max_norm, loss_scale, *shards, options=options, scales=scales, layout=layout, summed=summed)
 
+    flat = Mesh(np.asarray(tiling.devices), (_DEVICES,))
     results = (_REPLICATED, _REPLICATED, *(of_leaves if scales else (_REPLICATED,)))
-    return Mesh(np.asarray(tiling.devices), (_DEVICES,)), on_each_device, results, (_REPLICATED, _REPLICATED, *of_leaves)
+    return flat, on_each_device, results, (_REPLICATED, _REPLICATED, *of_leaves)
 
   # Shardings are asked for as XLA holds them: not every one can be written in the names of a mesh.
   partitioned.def_partition(partition, infer_sharding_from_operands=infer_sharding, sharding_rule=rule,

@@ -52,8 +52,8 @@ def only(name: str, specs: Any) -> Any:
   return jax.tree.map(lambda spec: P(*map(of_entry, spec)), specs, is_leaf=lambda spec: isinstance(spec, P))
 
 
-# Each compiles `function(tree, *numbers, **placement) -> (like the tree, scalars)` for eight devices and returns it as a
-# function of a tree on the host.
+# Each compiles `function(tree, *numbers, **placement) -> (like the tree, scalars)` for eight devices and returns it as
+# a function of a tree on the host.
 
 
 def on_auto_mesh(function):

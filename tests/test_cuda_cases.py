@@ -34,10 +34,14 @@ def path():
   return "native"
 
 
+def _is_native(name, test):
+  return "path" in inspect.signature(test).parameters or test.__module__ == "test_property_norm"
+
+
 def _collect():
   for module in MODULES:
     for name, value in vars(module).items():
-      if name.startswith("test_") and inspect.isfunction(value) and "path" in inspect.signature(value).parameters:
+      if name.startswith("test_") and "reference" not in name and inspect.isfunction(value) and _is_native(name, value):
         assert name not in globals(), f"two tests are called {name}"
         globals()[name] = value
 

@@ -12,7 +12,6 @@ import time
 
 import numpy as np
 import oracle
-import pytest
 
 EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "train_fsdp.py"
 STEPS, SAVE_EVERY = 8, 3
@@ -48,7 +47,8 @@ WORKER = """
         clipped, norm = jax.jit(lambda t: ogc.clip_tree(t, 1.0))(tree)
       out[kind.name] = [float(shard.data).hex() for shard in norm.addressable_shards]
       out[kind.name + " b"] = np.asarray(clipped["b"]).tolist()
-      out[kind.name + " w"] = {str(shard.index): np.asarray(shard.data).tolist() for shard in clipped["w"].addressable_shards}
+      out[kind.name + " w"] = {str(shard.index): np.asarray(shard.data).tolist()
+                               for shard in clipped["w"].addressable_shards}
 
     # A NaN in the last row, which only process 1 holds.
     tx = ogc.clipped_multi_steps(optax.sgd(1.0), 1.0, loss_scale=ogc.DynamicLossScale(8.0))
@@ -62,36 +62,32 @@ WORKER = """
 """
 
 
-@pytest.fixture(scope="module")
-def results():
+def run_workers():
+  """What each of the two processes found."""
   with socket.socket() as probe:
     probe.bind(("localhost", 0))
     coordinator = f"localhost:{probe.getsockname()[1]}"
   workers = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(WORKER), coordinator, str(i)], text=True,
                               env=environment(JAX_NUM_CPU_DEVICES="2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
              for i in range(2)]
-  out = []
   for worker in workers:
     stdout, stderr = worker.communicate(timeout=180)
     assert worker.returncode == 0, stderr
-    out.append(json.loads(next(line for line in stdout.splitlines() if line.startswith("RESULT")).removeprefix("RESULT")))
-  return out
+    yield json.loads(next(line for line in stdout.splitlines() if line.startswith("RESULT")).removeprefix("RESULT"))
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_every_device_of_every_process_has_the_same_norm(results, kind):
+def test_every_device_of_both_processes_has_the_same_norm_and_skips_the_same_step():
+  results = list(run_workers())
   values = {"w": np.arange(32, dtype=np.float32).reshape(8, 4), "b": np.full(3, 9, np.float32)}
-  norms = {norm for result in results for norm in result[kind]}
-  assert len(norms) == 1
-  assert oracle.ulps(np.float32(float.fromhex(norms.pop())), oracle.norm(values)) <= 1
   want = oracle.clip(values, 1.0)
-  for result in results:
-    np.testing.assert_allclose(result[kind + " b"], want["b"].astype(np.float64), rtol=1e-6)
-  got = np.concatenate([np.ravel(shard) for result in results for shard in result[kind + " w"].values()])
-  np.testing.assert_allclose(np.sort(got), np.sort(want["w"].astype(np.float64).ravel()), rtol=1e-6)
-
-
-def test_a_nan_in_one_process_skips_in_both(results):
+  for kind in ("Auto", "Explicit"):
+    norms = {norm for result in results for norm in result[kind]}
+    assert len(norms) == 1
+    assert oracle.ulps(np.float32(float.fromhex(norms.pop())), oracle.norm(values)) <= 1
+    for result in results:
+      np.testing.assert_allclose(result[kind + " b"], want["b"].astype(np.float64), rtol=1e-6)
+    got = np.concatenate([np.ravel(shard) for result in results for shard in result[kind + " w"].values()])
+    np.testing.assert_allclose(np.sort(got), np.sort(want["w"].astype(np.float64).ravel()), rtol=1e-6)
   for result in results:
     assert np.ravel(result["updates"]).tolist() == [0.0] * 4
     assert result["loss_scale"] == [4.0, 4.0]
@@ -131,33 +127,24 @@ def kill_after(process, out, steps):
   return records(out)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("fsdp")
-  rng = np.random.default_rng(0)
-  source = folder / "text"
-  source.mkdir()
-  (source / "numbers.txt").write_text("\n".join(" ".join(map(str, row)) for row in rng.integers(0, 1000, (400, 20))))
-  finish(start(folder / "one", source, "--processes", "1", "--devices", "1"))
-  before = kill_after(start(folder / "two", source), folder / "two", SAVE_EVERY + 2)
-  output = finish(start(folder / "two", source))
-  return records(folder / "one"), before, records(folder / "two"), output
-
-
 def column(rows, name):
   return [row[name] for row in rows]
 
 
-def test_fsdp_over_two_processes_trains_as_one_process_does(runs):
-  one, _, two, _ = runs
+def test_fsdp_killed_and_resumed_trains_as_one_process_does(tmp_path):
+  rng = np.random.default_rng(0)
+  source = tmp_path / "text"
+  source.mkdir()
+  (source / "numbers.txt").write_text("\n".join(" ".join(map(str, row)) for row in rng.integers(0, 1000, (400, 20))))
+  finish(start(tmp_path / "one", source, "--processes", "1", "--devices", "1"))
+  before = kill_after(start(tmp_path / "two", source), tmp_path / "two", SAVE_EVERY + 2)
+  output = finish(start(tmp_path / "two", source))
+  one, two = records(tmp_path / "one"), records(tmp_path / "two")
+
+  assert f"going on after step {SAVE_EVERY}" in output
   assert column(two, "step") == list(range(1, STEPS + 1))
   for name in ("loss", "norm", "clip_factor"):
     np.testing.assert_allclose(column(two, name), column(one, name), rtol=1e-5, err_msg=name)
   assert min(column(one, "clip_factor")) < 1
-
-
-def test_a_killed_run_goes_on_from_its_checkpoint_to_the_same_values(runs):
-  _, before, resumed, output = runs
-  assert f"going on after step {SAVE_EVERY}" in output
-  # The steps after the checkpoint were taken twice.
-  assert resumed[:len(before)] == before and len(before) > SAVE_EVERY
+  # The steps after the checkpoint were taken twice, to the same bits.
+  assert len(before) > SAVE_EVERY and two[:len(before)] == before

@@ -67,7 +67,7 @@ def test_the_reference_path_is_exported_without_ado(monkeypatch):
 
 
 HITS = """
-    import sys
+    import json, sys
     sys.path.insert(0, {here!r})
     import jax, optax_globalclip as ogc, sharded
     from jax import monitoring
@@ -76,32 +76,24 @@ HITS = """
     hits = []
     monitoring.register_event_listener(lambda event, **_: hits.append(event))
     mesh = make_mesh(AUTO)
-    placement = dict(mesh=mesh, specs=SPECS) if sys.argv[1] == "placed" else dict()
-    tx = ogc.global_clip(1.0, **placement)
+    tx = ogc.global_clip(1.0, mesh=mesh, specs=SPECS)
     tree = sharded.put(values(), mesh, SPECS)
     del hits[:]
     jax.jit(lambda t: tx.update(t, tx.init(t))[0]).lower(tree).compile()
-    import json
     print(json.dumps([hits.count("/jax/compilation_cache/cache_" + kind) for kind in ("hits", "misses")]))
 """
 
 
-def hits_and_misses(folder, placement):
+def hits_and_misses(folder):
   environment = dict(os.environ, JAX_COMPILATION_CACHE_DIR=str(folder), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
                      JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1")
   code = textwrap.dedent(HITS).format(here=str(pathlib.Path(__file__).parent))
-  done = subprocess.run([sys.executable, "-c", code, placement], env=environment, capture_output=True, text=True,
+  done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True,
                         timeout=120)
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_a_second_process_finds_the_program_in_the_persistent_cache(tmp_path):
-  assert hits_and_misses(tmp_path, "placed") == [0, 1]
-  assert hits_and_misses(tmp_path, "placed") == [1, 0]
-
-
-def test_without_mesh_and_specs_it_compiles_anew(tmp_path):
-  # What makes mesh= and specs= worth having. Where JAX's custom_partitioning learns to be cached, this may go.
-  assert hits_and_misses(tmp_path, "unplaced") == [0, 1]
-  assert hits_and_misses(tmp_path, "unplaced") == [0, 1]
+  assert hits_and_misses(tmp_path) == [0, 1]
+  assert hits_and_misses(tmp_path) == [1, 0]

@@ -74,8 +74,9 @@ RUNS = {"auto": on_mesh(AUTO), "explicit": on_mesh(EXPLICIT), "mesh and specs": 
 
 
 @pytest.mark.parametrize("name, transformation", [
-    ("auto", "global_clip"), ("auto", "clipped_multi_steps"), ("auto", "dynamic_loss_scale"), ("explicit", "global_clip"),
-    ("explicit", "clipped_multi_steps"), ("shard_map", "global_clip"), ("shard_map", "clipped_multi_steps"),
+    ("auto", "global_clip"), ("auto", "clipped_multi_steps"), ("auto", "dynamic_loss_scale"),
+    ("explicit", "global_clip"), ("explicit", "clipped_multi_steps"),
+    ("shard_map", "global_clip"), ("shard_map", "clipped_multi_steps"),
     ("unchecked shard_map", "clipped_multi_steps"), ("mesh and specs", "clipped_multi_steps")])
 def test_training_in_a_scan_goes_as_on_one_device(name, transformation):
   run, make = RUNS[name], TRANSFORMATIONS[transformation]

@@ -140,7 +140,8 @@ COLLECTIVES = """
     import optax_globalclip as ogc, sharded
 
     def report(mesh, leaves, specs):
-      tree = {{f"leaf{{i}}": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, specs[i % len(specs)]))
+      layouts = [NamedSharding(mesh, spec) for spec in specs]
+      tree = {{f"leaf{{i}}": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layouts[i % len(layouts)])
               for i, shape in enumerate(leaves)}}
       tx = ogc.global_clip(1.0)
       start = time.perf_counter()

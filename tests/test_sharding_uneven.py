@@ -15,8 +15,9 @@ def lie(x, mesh, spec):
   return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-@pytest.mark.parametrize("shape, spec", [((7, 5), P("x", "y")), ((9,), P(("x", "y"))), ((3,), P("x")), ((1, 11), P("x", "y")),
-                                         ((5, 3, 2), P(None, "x", "y")), ((2,), P(("x", "y")))])
+@pytest.mark.parametrize("shape, spec", [
+    ((7, 5), P("x", "y")), ((9,), P(("x", "y"))), ((3,), P("x")), ((1, 11), P("x", "y")),
+    ((5, 3, 2), P(None, "x", "y")), ((2,), P(("x", "y")))])
 def test_padding_of_uneven_shards_does_not_count(shape, spec, path):
   mesh = make_mesh(AUTO)
   values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
