@@ -142,10 +142,13 @@ static inline ffi::Error bind_aliased(const char* target, const ffi::RemainingAr
                                       const ffi::RemainingRets& rets, size_t first, AliasedLeaves* aliased) {
   for (size_t i = 0; i < aliased->leaves.size(); ++i) {
     const ffi::AnyBuffer operand = *args.get<ffi::AnyBuffer>(i);
-    const std::string name = "result of leaf " + std::to_string(i);
     void* data = nullptr;
-    FFI_RETURN_IF_ERROR(result(target, name.c_str(), rets, first + i, operand.element_type(),
-                               static_cast<int64_t>(operand.element_count()), &data));
+    const auto bind = [&](const char* name) {
+      return result(target, name, rets, first + i, operand.element_type(),
+                    static_cast<int64_t>(operand.element_count()), &data);
+    };
+    // The name is made where it is needed alone: there may be thousands of leaves.
+    if (bind("").failure()) return bind(("result of leaf " + std::to_string(i)).c_str());
     aliased->sources.push_back(aliased->leaves[i].data);
     aliased->leaves[i].data = data;
   }

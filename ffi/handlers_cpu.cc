@@ -90,30 +90,37 @@ std::vector<Total> leaf_totals(ffi::ThreadPool& pool, const std::vector<LeafTabl
   for_each_chunk(pool, tables, Order::kForward, [&](const LeafTable& table, uint32_t i, const Chunk& chunk) {
     partials[table.chunk_offset + i] = kernels().sum_squares(chunk);
   });
-  std::vector<Total> totals;
+  std::vector<Total> totals(tables.empty() ? 0 : tables.back().first_leaf + tables.back().num_leaves);
   for (const LeafTable& table : tables)
     for (int leaf = 0; leaf < table.num_leaves; ++leaf) {
-      Total& total = totals.emplace_back();
+      Total& total = totals[table.first_leaf + leaf];
       for (uint32_t i = table.first_chunk[leaf]; i < table.first_chunk[leaf + 1]; ++i)
         total.add(partials[table.chunk_offset + i]);
     }
   return totals;
 }
 
+// Leaves whose numbers are worth a claim together: each takes a square root and several changes of exponent.
+constexpr int64_t kLeavesAClaim = 64;
+
 // The rest of stage 2.
 template <class T, class Operands>
-void put(const std::vector<Total>& totals, const Operands& operands) {
+void put(ffi::ThreadPool& pool, const std::vector<Total>& totals, const Operands& operands) {
+  const int64_t leaves = static_cast<int64_t>(totals.size());
   Total all{};
-  for (size_t i = 0; i < totals.size(); ++i)
+  for (int64_t i = 0; i < leaves; ++i)
     if (counts(operands, i)) all.add(totals[i]);
   put_tree<T>(all, operands);
-  for (size_t i = 0; i < totals.size(); ++i) put_leaf<T>(i, totals[i], all, operands);
+  parallel_for(pool, (leaves + kLeavesAClaim - 1) / kLeavesAClaim, [&](int64_t claim) {
+    const int64_t end = std::min(leaves, (claim + 1) * kLeavesAClaim);
+    for (int64_t i = claim * kLeavesAClaim; i < end; ++i) put_leaf<T>(i, totals[i], all, operands);
+  });
 }
 template <class Operands>
-void put(const std::vector<Total>& totals, const Operands& operands) {
+void put(ffi::ThreadPool& pool, const std::vector<Total>& totals, const Operands& operands) {
   KeepSubnormals keep;
-  if (operands.dtype == DType::kF64) put<double>(totals, operands);
-  else put<float>(totals, operands);
+  if (operands.dtype == DType::kF64) put<double>(pool, totals, operands);
+  else put<float>(pool, totals, operands);
 }
 
 // Stage 3, last chunks first: they are the ones still in the cache.
@@ -146,7 +153,7 @@ ffi::Error Sums(ffi::ThreadPool pool, ffi::AnyBuffer counted, ffi::RemainingArgs
   std::vector<Leaf> leaves;
   SumsOperands operands{};
   FFI_RETURN_IF_ERROR(bind_sums(counted, args, rets, per_leaf, &leaves, &operands));
-  put(leaf_totals(pool, make_leaf_tables(leaves)), operands);
+  put(pool, leaf_totals(pool, make_leaf_tables(leaves)), operands);
   return ffi::Error::Success();
 }
 
@@ -156,7 +163,7 @@ ffi::Error Norm(ffi::ThreadPool pool, ffi::AnyBuffer max_norm, ffi::AnyBuffer lo
   NormOperands operands;
   FFI_RETURN_IF_ERROR(
       bind_norm("norm", max_norm, loss_scale, args, rets, per_leaf, on_nonfinite, &leaves, &operands));
-  put(leaf_totals(pool, make_leaf_tables(leaves)), operands);
+  put(pool, leaf_totals(pool, make_leaf_tables(leaves)), operands);
   return ffi::Error::Success();
 }
 
@@ -176,7 +183,7 @@ ffi::Error Clip(ffi::ThreadPool pool, ffi::AnyBuffer max_norm, ffi::AnyBuffer lo
   NormOperands operands;
   FFI_RETURN_IF_ERROR(bind_clip(max_norm, loss_scale, args, rets, per_leaf, on_nonfinite, &aliased, &operands));
   copy_if_apart(aliased);
-  put(leaf_totals(pool, make_leaf_tables(aliased.leaves)), operands);
+  put(pool, leaf_totals(pool, make_leaf_tables(aliased.leaves)), operands);
   run_scale(pool, aliased.leaves, {operands.ops, operands.dtype, per_leaf});
   return ffi::Error::Success();
 }
