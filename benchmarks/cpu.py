@@ -309,7 +309,7 @@ def plot(results, path):
   axes.text(1, len(rows) - 0.45, "optax", color="#D55E00", ha="center", va="bottom", fontsize=9)
   axes.set_yticks(range(len(rows)), [label for label, _ in reversed(rows)])
   axes.set_xlim(0, max(1.12, max(f["quartiles"][1] for _, f in rows) + 0.12))
-  axes.set_xlabel("time relative to optax under jit, float32 (less is faster); line: quartiles over turns")
+  axes.set_xlabel("time relative to optax under jit, float32 (less is faster)\nline: quartiles over turns")
   for side in ("top", "right"):
     axes.spines[side].set_visible(False)
   m = results["machine"]
