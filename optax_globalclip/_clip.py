@@ -240,8 +240,8 @@ def global_clip(
 
   Stands where `optax.clip_by_global_norm` stood. The differences:
 
-  1. The norm is right in every dtype and at every magnitude (there: inf, zeros or NaN for float16 [2000] * 9, float32
-     1e20, 1,024 bfloat16 leaves of [1]).
+  1. The norm is right in every dtype and at every magnitude (there: inf for float16 [2000] * 9 and float32 [1e20] * 4,
+     0 for float16 [1e-4] * 4, half of it for 1,024 bfloat16 leaves of [1]).
   2. At or below `max_norm` every update comes back bit for bit.
   3. A non-finite element makes every update NaN (there: zeros beside one NaN), or does what `on_nonfinite` says.
   4. The gradients may be those of a scaled loss: with `loss_scale` s they are divided by s, rounded once, and `max_norm`
