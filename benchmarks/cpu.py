@@ -16,7 +16,6 @@ import datetime
 import json
 import os
 import pathlib
-import platform
 import statistics
 import time
 from typing import NamedTuple
@@ -30,6 +29,7 @@ import numpy as np
 import optax
 import optax_globalclip as ogc
 import scipy
+from machine import machine
 from optax_globalclip import _platform
 from scipy.linalg import blas
 
@@ -272,16 +272,6 @@ def bench_stages(turns, n):
   return out
 
 
-def machine():
-  with open("/proc/cpuinfo") as info:
-    models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
-  return dict(cpu=models[0] if models else platform.processor(), cores=len(os.sched_getaffinity(0)),
-              system=f"{platform.system()} {platform.machine()}", python=platform.python_version(),
-              jax=jax.__version__, optax=optax.__version__, numpy=np.__version__, scipy=scipy.__version__,
-              optax_globalclip=ogc.__version__, backend=ogc.backend_info()["cpu"].split(":")[0],
-              load_average_at_start=round(os.getloadavg()[0], 1))
-
-
 def plot(results, path):
   import matplotlib
   matplotlib.use("Agg")
@@ -340,7 +330,7 @@ def main():
       sections["compile 5000"] = lambda: bench_compile(3, 5000, arguments.optax_compile)
     for n in (64, 148, 300, 1500, 5000) if "stages" in wanted else ():
       sections[f"stages {n}"] = lambda n=n: bench_stages(arguments.turns, n)
-    results["machine"] = machine()
+    results["machine"] = machine() | dict(scipy=scipy.__version__)
     results["date"] = datetime.date.today().isoformat()
     for name, run in sections.items():
       print(name, flush=True)

@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import platform
 import re
 import statistics
 import time
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax_globalclip as ogc
+from machine import machine
 
 FOLDER = pathlib.Path(__file__).parent
 WIDTH, VOCABULARY, CONTEXT = 768, 8449, 1024
@@ -146,15 +146,6 @@ def bench_h200(shapes):
                      temporaries_mb=mb(compiled.memory_analysis().temp_size_in_bytes))
     print(f"{name}: {out[name]}", flush=True)
   return out
-
-
-def machine():
-  with open("/proc/cpuinfo") as info:
-    models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
-  return dict(cpu=models[0] if models else platform.processor(), cores=len(os.sched_getaffinity(0)),
-              system=f"{platform.system()} {platform.machine()}", python=platform.python_version(),
-              jax=jax.__version__, optax=optax.__version__, numpy=np.__version__, optax_globalclip=ogc.__version__,
-              backend=ogc.backend_info()["cpu"].split(":")[0], load_average_at_start=round(os.getloadavg()[0], 1))
 
 
 def main():
