@@ -269,12 +269,17 @@ struct NormOperands {
   OnNonfinite on_nonfinite;
   DType dtype;  // of the norm
   bool per_leaf;
+  bool leaf_norms;  // whether the norm and the count of each leaf are wanted too
 };
 
 static inline OGC_HOST_DEVICE bool counts(const SumsOperands& operands, int64_t leaf) {
   return operands.counted[leaf] != 0;
 }
 static inline OGC_HOST_DEVICE bool counts(const NormOperands&, int64_t) { return true; }
+
+// Whether there is anything for `put_leaf` to write.
+static inline OGC_HOST_DEVICE bool wants_leaves(const SumsOperands& operands) { return operands.per_leaf; }
+static inline OGC_HOST_DEVICE bool wants_leaves(const NormOperands& operands) { return operands.leaf_norms; }
 
 static inline OGC_HOST_DEVICE int32_t saturated(int64_t count) {
   return count < INT32_MAX ? static_cast<int32_t>(count) : INT32_MAX;
@@ -290,13 +295,12 @@ static inline OGC_HOST_DEVICE void put_tree(const Total& all, const SumsOperands
 template <class T>
 static inline OGC_HOST_DEVICE void put_leaf(int64_t leaf, const Total& total, const Total&,
                                             const SumsOperands& operands) {
-  if (!operands.per_leaf) return;
   const Total counted = counts(operands, leaf) ? total : Total{};
   put_sum_row(normalize(counted), static_cast<T*>(operands.sums) + 3 * leaf);
   operands.nonfinite[leaf] = saturated(counted.nonfinite);
 }
 
-// norms[0] is the tree's, norms[1 + i] leaf i's; one op for all leaves, or one for each.
+// norms[0] is the tree's, norms[1 + i] leaf i's where they are wanted; one op for all leaves, or one for each.
 template <class T>
 static inline OGC_HOST_DEVICE NormAndOp<T> finish(const Total& total, const Total& all, const NormOperands& operands) {
   return finish<T>(normalize(total), all.nonfinite > 0, *static_cast<const T*>(operands.max_norm),
@@ -307,6 +311,7 @@ static inline OGC_HOST_DEVICE void put_tree(const Total& all, const NormOperands
   const NormAndOp<T> tree = finish<T>(all, all, operands);
   static_cast<T*>(operands.norms)[0] = tree.norm;
   if (!operands.per_leaf) static_cast<ScaleOp<T>*>(operands.ops)[0] = tree.op;
+  if (!operands.leaf_norms) operands.nonfinite[0] = saturated(all.nonfinite);
 }
 template <class T>
 static inline OGC_HOST_DEVICE void put_leaf(int64_t leaf, const Total& total, const Total& all,

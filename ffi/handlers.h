@@ -5,7 +5,8 @@
 //   norm   (max_norm T[], loss_scale f32[], leaves)   -> (norms T[n+1], nonfinite s32[n], ops T[k,3])
 //   scale  (ops T[k,3], leaves)                       -> (leaves)
 //   clip   (max_norm T[], loss_scale f32[], leaves)   -> (norms T[n+1], nonfinite s32[n], ops T[k,3], leaves)
-// k is n with the attribute `per_leaf`, else 1. T is float64 where a leaf is float64 or complex128, else float32.
+// k is n with the attribute `per_leaf`, else 1. Without the attribute `leaf_norms` norms is T[1] and nonfinite s32[1],
+// the whole tree's; `per_leaf` needs it. T is float64 where a leaf is float64 or complex128, else float32.
 // On CUDA sums, norm and clip have one more result, the last: workspace u8[optax_globalclip_workspace_bytes].
 #pragma once
 
@@ -117,21 +118,23 @@ static inline ffi::Error bind_sums(const ffi::AnyBuffer& counted, const ffi::Rem
 
 static inline ffi::Error bind_norm(const char* target, const ffi::AnyBuffer& max_norm,
                                    const ffi::AnyBuffer& loss_scale, const ffi::RemainingArgs& args,
-                                   const ffi::RemainingRets& rets, bool per_leaf, int32_t on_nonfinite,
-                                   std::vector<Leaf>* leaves, NormOperands* operands) {
+                                   const ffi::RemainingRets& rets, bool per_leaf, bool leaf_norms,
+                                   int32_t on_nonfinite, std::vector<Leaf>* leaves, NormOperands* operands) {
+  if (per_leaf && !leaf_norms) return invalid(target, "attribute leaf_norms", "true beside per_leaf", "false");
   FFI_RETURN_IF_ERROR(to_leaves(target, args, leaves));
   const int64_t n = static_cast<int64_t>(leaves->size()), k = per_leaf ? n : 1;
   operands->dtype = norm_dtype(*leaves);
   operands->max_norm = max_norm.untyped_data();
   operands->loss_scale = static_cast<const float*>(loss_scale.untyped_data());
   operands->per_leaf = per_leaf;
+  operands->leaf_norms = leaf_norms;
   operands->on_nonfinite = static_cast<OnNonfinite>(on_nonfinite);
   const ffi::DataType type = ffi_type(operands->dtype);
   void* nonfinite = nullptr;
   FFI_RETURN_IF_ERROR(check(target, "max_norm", max_norm, type, 1));
   FFI_RETURN_IF_ERROR(check(target, "loss_scale", loss_scale, ffi::DataType::F32, 1));
-  FFI_RETURN_IF_ERROR(result(target, "norms", rets, 0, type, n + 1, &operands->norms));
-  FFI_RETURN_IF_ERROR(result(target, "nonfinite", rets, 1, ffi::DataType::S32, n, &nonfinite));
+  FFI_RETURN_IF_ERROR(result(target, "norms", rets, 0, type, leaf_norms ? n + 1 : 1, &operands->norms));
+  FFI_RETURN_IF_ERROR(result(target, "nonfinite", rets, 1, ffi::DataType::S32, leaf_norms ? n : 1, &nonfinite));
   FFI_RETURN_IF_ERROR(result(target, "ops", rets, 2, type, 3 * k, &operands->ops));
   operands->nonfinite = static_cast<int32_t*>(nonfinite);
   return ffi::Error::Success();
@@ -172,9 +175,10 @@ static inline ffi::Error bind_scale(const ffi::AnyBuffer& ops, const ffi::Remain
 
 static inline ffi::Error bind_clip(const ffi::AnyBuffer& max_norm, const ffi::AnyBuffer& loss_scale,
                                    const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool per_leaf,
-                                   int32_t on_nonfinite, AliasedLeaves* aliased, NormOperands* operands) {
-  FFI_RETURN_IF_ERROR(bind_norm("clip", max_norm, loss_scale, args, rets, per_leaf, on_nonfinite, &aliased->leaves,
-                                operands));
+                                   bool leaf_norms, int32_t on_nonfinite, AliasedLeaves* aliased,
+                                   NormOperands* operands) {
+  FFI_RETURN_IF_ERROR(bind_norm("clip", max_norm, loss_scale, args, rets, per_leaf, leaf_norms, on_nonfinite,
+                                &aliased->leaves, operands));
   return bind_aliased("clip", args, rets, 3, aliased);
 }
 

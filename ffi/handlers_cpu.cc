@@ -111,6 +111,7 @@ void put(ffi::ThreadPool& pool, const std::vector<Total>& totals, const Operands
   for (int64_t i = 0; i < leaves; ++i)
     if (counts(operands, i)) all.add(totals[i]);
   put_tree<T>(all, operands);
+  if (!wants_leaves(operands)) return;
   parallel_for(pool, (leaves + kLeavesAClaim - 1) / kLeavesAClaim, [&](int64_t claim) {
     const int64_t end = std::min(leaves, (claim + 1) * kLeavesAClaim);
     for (int64_t i = claim * kLeavesAClaim; i < end; ++i) put_leaf<T>(i, totals[i], all, operands);
@@ -158,11 +159,11 @@ ffi::Error Sums(ffi::ThreadPool pool, ffi::AnyBuffer counted, ffi::RemainingArgs
 }
 
 ffi::Error Norm(ffi::ThreadPool pool, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale, ffi::RemainingArgs args,
-                ffi::RemainingRets rets, bool per_leaf, int32_t on_nonfinite) {
+                ffi::RemainingRets rets, bool per_leaf, bool leaf_norms, int32_t on_nonfinite) {
   std::vector<Leaf> leaves;
   NormOperands operands;
   FFI_RETURN_IF_ERROR(
-      bind_norm("norm", max_norm, loss_scale, args, rets, per_leaf, on_nonfinite, &leaves, &operands));
+      bind_norm("norm", max_norm, loss_scale, args, rets, per_leaf, leaf_norms, on_nonfinite, &leaves, &operands));
   put(pool, leaf_totals(pool, make_leaf_tables(leaves)), operands);
   return ffi::Error::Success();
 }
@@ -178,10 +179,11 @@ ffi::Error Scale(ffi::ThreadPool pool, ffi::AnyBuffer ops, ffi::RemainingArgs ar
 }
 
 ffi::Error Clip(ffi::ThreadPool pool, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale, ffi::RemainingArgs args,
-                ffi::RemainingRets rets, bool per_leaf, int32_t on_nonfinite) {
+                ffi::RemainingRets rets, bool per_leaf, bool leaf_norms, int32_t on_nonfinite) {
   AliasedLeaves aliased;
   NormOperands operands;
-  FFI_RETURN_IF_ERROR(bind_clip(max_norm, loss_scale, args, rets, per_leaf, on_nonfinite, &aliased, &operands));
+  FFI_RETURN_IF_ERROR(
+      bind_clip(max_norm, loss_scale, args, rets, per_leaf, leaf_norms, on_nonfinite, &aliased, &operands));
   copy_if_apart(aliased);
   put(pool, leaf_totals(pool, make_leaf_tables(aliased.leaves)), operands);
   run_scale(pool, aliased.leaves, {operands.ops, operands.dtype, per_leaf});
@@ -195,13 +197,15 @@ GLOBALCLIP_HANDLER(optax_globalclip_sums_cpu_v1, Sums,
                        .Attr<bool>("per_leaf"));
 GLOBALCLIP_HANDLER(optax_globalclip_norm_cpu_v1, Norm,
                    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs()
-                       .RemainingRets().Attr<bool>("per_leaf").Attr<int32_t>("on_nonfinite"));
+                       .RemainingRets().Attr<bool>("per_leaf").Attr<bool>("leaf_norms")
+                       .Attr<int32_t>("on_nonfinite"));
 GLOBALCLIP_HANDLER(optax_globalclip_scale_cpu_v1, Scale,
                    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets()
                        .Attr<bool>("per_leaf"));
 GLOBALCLIP_HANDLER(optax_globalclip_clip_cpu_v1, Clip,
                    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs()
-                       .RemainingRets().Attr<bool>("per_leaf").Attr<int32_t>("on_nonfinite"));
+                       .RemainingRets().Attr<bool>("per_leaf").Attr<bool>("leaf_norms")
+                       .Attr<int32_t>("on_nonfinite"));
 
 }  // namespace globalclip
 

@@ -92,12 +92,12 @@ ffi::Error Sums(cudaStream_t stream, ffi::AnyBuffer counted, ffi::RemainingArgs 
 }
 
 ffi::Error Norm(cudaStream_t stream, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale, ffi::RemainingArgs args,
-                ffi::RemainingRets rets, bool per_leaf, int32_t on_nonfinite) {
+                ffi::RemainingRets rets, bool per_leaf, bool leaf_norms, int32_t on_nonfinite) {
   std::vector<Leaf> leaves;
   NormOperands operands;
   Workspace workspace;
   FFI_RETURN_IF_ERROR(
-      bind_norm("norm", max_norm, loss_scale, args, rets, per_leaf, on_nonfinite, &leaves, &operands));
+      bind_norm("norm", max_norm, loss_scale, args, rets, per_leaf, leaf_norms, on_nonfinite, &leaves, &operands));
   const std::vector<LeafTable> tables = make_tables(leaves);
   FFI_RETURN_IF_ERROR(bind_workspace("norm", rets, 3, tables, &workspace));
   return sum("norm", stream, tables, workspace, operands);
@@ -113,11 +113,12 @@ ffi::Error Scale(cudaStream_t stream, ffi::AnyBuffer ops, ffi::RemainingArgs arg
 }
 
 ffi::Error Clip(cudaStream_t stream, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale, ffi::RemainingArgs args,
-                ffi::RemainingRets rets, bool per_leaf, int32_t on_nonfinite) {
+                ffi::RemainingRets rets, bool per_leaf, bool leaf_norms, int32_t on_nonfinite) {
   AliasedLeaves aliased;
   NormOperands operands;
   Workspace workspace;
-  FFI_RETURN_IF_ERROR(bind_clip(max_norm, loss_scale, args, rets, per_leaf, on_nonfinite, &aliased, &operands));
+  FFI_RETURN_IF_ERROR(
+      bind_clip(max_norm, loss_scale, args, rets, per_leaf, leaf_norms, on_nonfinite, &aliased, &operands));
   const std::vector<LeafTable> tables = make_tables(aliased.leaves);
   FFI_RETURN_IF_ERROR(bind_workspace("clip", rets, 3 + aliased.leaves.size(), tables, &workspace));
   FFI_RETURN_IF_ERROR(copy_if_apart("clip", stream, aliased));
@@ -134,7 +135,7 @@ GLOBALCLIP_HANDLER(optax_globalclip_sums_cuda_v1, Sums,
 GLOBALCLIP_HANDLER(optax_globalclip_norm_cuda_v1, Norm,
                    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Arg<ffi::AnyBuffer>()
                        .Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets().Attr<bool>("per_leaf")
-                       .Attr<int32_t>("on_nonfinite"),
+                       .Attr<bool>("leaf_norms").Attr<int32_t>("on_nonfinite"),
                    {ffi::Traits::kCmdBufferCompatible});
 GLOBALCLIP_HANDLER(optax_globalclip_scale_cuda_v1, Scale,
                    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Arg<ffi::AnyBuffer>().RemainingArgs()
@@ -143,7 +144,7 @@ GLOBALCLIP_HANDLER(optax_globalclip_scale_cuda_v1, Scale,
 GLOBALCLIP_HANDLER(optax_globalclip_clip_cuda_v1, Clip,
                    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Arg<ffi::AnyBuffer>()
                        .Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets().Attr<bool>("per_leaf")
-                       .Attr<int32_t>("on_nonfinite"),
+                       .Attr<bool>("leaf_norms").Attr<int32_t>("on_nonfinite"),
                    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace globalclip

@@ -255,6 +255,7 @@ __device__ Total sum_of_chunks(const LeafTable& table, int leaf, const SumSquare
 template <class T, class Operands>
 __device__ void put(const Total* leaf_totals, int32_t num_leaves, const Total& all, const Operands& operands) {
   if (threadIdx.x == 0) put_tree<T>(all, operands);
+  if (!wants_leaves(operands)) return;
   for (int32_t i = threadIdx.x; i < num_leaves; i += kFinalThreads) put_leaf<T>(i, leaf_totals[i], all, operands);
 }
 

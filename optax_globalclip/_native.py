@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_globalclip import _reference
@@ -109,12 +108,6 @@ def use_native(platform: str, mode: str) -> bool:
   return found.available
 
 
-def _results(leaves: Sequence[jax.Array], per_leaf: bool):
-  n, dtype = len(leaves), _reference.norm_dtype(leaves)
-  return (jax.ShapeDtypeStruct((n + 1,), dtype), jax.ShapeDtypeStruct((n,), jnp.int32),
-          jax.ShapeDtypeStruct((n if per_leaf else 1, 3), dtype))
-
-
 def _workspace(platform: str, leaves: Sequence[jax.Array]) -> tuple[jax.ShapeDtypeStruct, ...]:
   """One more result on CUDA, for sums on their way between kernels: what a captured graph may keep the address of."""
   if platform != "cuda":
@@ -124,20 +117,25 @@ def _workspace(platform: str, leaves: Sequence[jax.Array]) -> tuple[jax.ShapeDty
   return (jax.ShapeDtypeStruct((size,), np.uint8),)
 
 
+def _structs(results):
+  return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results)
+
+
 def _like(leaves):
-  return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+  return _structs((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def sums(platform, counted, leaves, *, per_leaf):
-  k, dtype = len(leaves) if per_leaf else 1, _reference.norm_dtype(leaves)
-  results = (jax.ShapeDtypeStruct((k, 3), dtype), jax.ShapeDtypeStruct((k,), jnp.int32))
+  results = _structs(_reference.sums_results(leaves, per_leaf=per_leaf))
   call = jax.ffi.ffi_call(target_name("sums", platform), results + _workspace(platform, leaves))
   return tuple(call(counted, *leaves, per_leaf=per_leaf)[:2])
 
 
-def norm(platform, max_norm, loss_scale, leaves, *, per_leaf, on_nonfinite):
-  call = jax.ffi.ffi_call(target_name("norm", platform), _results(leaves, per_leaf) + _workspace(platform, leaves))
-  return tuple(call(max_norm, loss_scale, *leaves, per_leaf=per_leaf, on_nonfinite=np.int32(on_nonfinite))[:3])
+def norm(platform, max_norm, loss_scale, leaves, *, per_leaf, leaf_norms, on_nonfinite):
+  results = _structs(_reference.norm_results(leaves, per_leaf=per_leaf, leaf_norms=leaf_norms))
+  call = jax.ffi.ffi_call(target_name("norm", platform), results + _workspace(platform, leaves))
+  return tuple(call(max_norm, loss_scale, *leaves, per_leaf=per_leaf, leaf_norms=leaf_norms,
+                    on_nonfinite=np.int32(on_nonfinite))[:3])
 
 
 def scale(platform, ops, leaves, *, per_leaf):
@@ -146,10 +144,10 @@ def scale(platform, ops, leaves, *, per_leaf):
   return call(ops, *leaves, per_leaf=per_leaf)
 
 
-def clip(platform, max_norm, loss_scale, leaves, *, per_leaf, on_nonfinite):
-  call = jax.ffi.ffi_call(target_name("clip", platform),
-                          _results(leaves, per_leaf) + _like(leaves) + _workspace(platform, leaves),
+def clip(platform, max_norm, loss_scale, leaves, *, per_leaf, leaf_norms, on_nonfinite):
+  results = _structs(_reference.norm_results(leaves, per_leaf=per_leaf, leaf_norms=leaf_norms))
+  call = jax.ffi.ffi_call(target_name("clip", platform), results + _like(leaves) + _workspace(platform, leaves),
                           input_output_aliases={i + 2: i + 3 for i in range(len(leaves))})
-  norms, nonfinite, ops, *rest = call(max_norm, loss_scale, *leaves, per_leaf=per_leaf,
+  norms, nonfinite, ops, *rest = call(max_norm, loss_scale, *leaves, per_leaf=per_leaf, leaf_norms=leaf_norms,
                                       on_nonfinite=np.int32(on_nonfinite))
   return norms, nonfinite, ops, tuple(rest[:len(leaves)])

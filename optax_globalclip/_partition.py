@@ -195,14 +195,12 @@ def _sum_over_devices(rows: jax.Array, nonfinite: jax.Array, layout: _Layout) ->
 
 
 def _on_one(max_norm, loss_scale, *leaves, options, scales):
-  fixed = dict(per_leaf=options.per_leaf, on_nonfinite=options.on_nonfinite, backend=options.backend)
-  if scales:
-    norms, nonfinite, _, *clipped = _platform.clip(max_norm, loss_scale, *leaves, stage=options.stage,
-                                                   out_dtypes=options.out_dtypes, divides=options.divides, **fixed)
-  else:
-    norms, nonfinite, *clipped = _platform.norm(max_norm, loss_scale, *leaves, **fixed)
-  if not options.leaf_norms:
-    norms, nonfinite = norms[:1], jnp.max(nonfinite, initial=0)[None]
+  fixed = dict(per_leaf=options.per_leaf, leaf_norms=options.leaf_norms, on_nonfinite=options.on_nonfinite,
+               backend=options.backend)
+  if not scales:
+    return tuple(_platform.norm(max_norm, loss_scale, *leaves, **fixed))
+  norms, nonfinite, _, *clipped = _platform.clip(max_norm, loss_scale, *leaves, stage=options.stage,
+                                                 out_dtypes=options.out_dtypes, divides=options.divides, **fixed)
   return norms, nonfinite, *clipped
 
 
@@ -218,8 +216,7 @@ def _on_shards(max_norm, loss_scale, *leaves, options, scales, layout, summed=No
     norms, ops = _reference.finish_all(rows, nonfinite, max_norm, loss_scale, per_leaf=options.per_leaf,
                                        on_nonfinite=options.on_nonfinite)
   else:
-    norm, op = _reference.finish(rows[0], nonfinite[0] > 0, max_norm, loss_scale, on_nonfinite=options.on_nonfinite)
-    norms, ops = norm[None], op[None]
+    norms, ops = _reference.finish_tree(rows, nonfinite, max_norm, loss_scale, on_nonfinite=options.on_nonfinite)
   if not scales:
     return norms, nonfinite, ops
   # A result varies as its leaf does, or as the op where that still varies.

@@ -7,7 +7,6 @@ trace the reference for every leaf of every tree.
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -26,8 +25,7 @@ def _sums(platform, counted, *leaves, per_leaf):
   return _native.sums(platform, counted, leaves, per_leaf=per_leaf)
 
 
-def _norm(platform, max_norm, loss_scale, *leaves, per_leaf, on_nonfinite):
-  options = dict(per_leaf=per_leaf, on_nonfinite=on_nonfinite)
+def _norm(platform, max_norm, loss_scale, *leaves, **options):
   if platform is None:
     return _reference.norm(max_norm, loss_scale, leaves, **options)
   return _native.norm(platform, max_norm, loss_scale, leaves, **options)
@@ -63,16 +61,15 @@ def scale_leaves(platform, ops, leaves, *, per_leaf, stage, out_dtypes, divides,
   return tuple(out)
 
 
-def _clip(platform, max_norm, loss_scale, *leaves, per_leaf, on_nonfinite, stage, out_dtypes, divides):
+def _clip(platform, max_norm, loss_scale, *leaves, stage, out_dtypes, divides, **options):
   stage = scale_stage(platform, stage, leaves)
-  options = dict(per_leaf=per_leaf, on_nonfinite=on_nonfinite)
   same_dtypes = all(leaf.dtype == dtype for leaf, dtype in zip(leaves, out_dtypes))
   if stage == "kernel" and same_dtypes and len(leaves) <= _FUSED_LEAVES:
     norms, nonfinite, ops, clipped = _native.clip(platform, max_norm, loss_scale, leaves, **options)
   else:
     norms, nonfinite, ops = _norm(platform, max_norm, loss_scale, *leaves, **options)
-    clipped = scale_leaves(platform, ops, leaves, per_leaf=per_leaf, stage=stage, out_dtypes=out_dtypes,
-                           divides=divides, zeroes=on_nonfinite == _reference.ZERO)
+    clipped = scale_leaves(platform, ops, leaves, per_leaf=options["per_leaf"], stage=stage, out_dtypes=out_dtypes,
+                           divides=divides, zeroes=options["on_nonfinite"] == _reference.ZERO)
   return norms, nonfinite, ops, *clipped
 
 
@@ -80,22 +77,20 @@ def _scale(platform, ops, *leaves, stage, **options):
   return scale_leaves(platform, ops, leaves, stage=scale_stage(platform, stage, leaves), **options)
 
 
-def _norm_results(leaves, per_leaf):
-  n, dtype = len(leaves), _reference.norm_dtype(leaves)
-  return [((n + 1,), dtype), ((n,), jnp.int32), ((n if per_leaf else 1, 3), dtype)]
-
-
 def _sums_results(counted, *leaves, per_leaf):
-  k = len(leaves) if per_leaf else 1
-  return [((k, 3), _reference.norm_dtype(leaves)), ((k,), jnp.int32)]
+  return _reference.sums_results(leaves, per_leaf=per_leaf)
+
+
+def _norm_results(max_norm, loss_scale, *leaves, per_leaf, leaf_norms, **_):
+  return _reference.norm_results(leaves, per_leaf=per_leaf, leaf_norms=leaf_norms)
 
 
 def _scale_results(ops, *leaves, out_dtypes, **_):
   return [(leaf.shape, dtype) for leaf, dtype in zip(leaves, out_dtypes)]
 
 
-def _clip_results(max_norm, loss_scale, *leaves, per_leaf, out_dtypes, **_):
-  return _norm_results(leaves, per_leaf) + [(leaf.shape, dtype) for leaf, dtype in zip(leaves, out_dtypes)]
+def _clip_results(max_norm, loss_scale, *leaves, **options):
+  return _norm_results(max_norm, loss_scale, *leaves, **options) + _scale_results(None, *leaves, **options)
 
 
 def _define(name: str, run: Callable, results: Callable) -> Callable:
@@ -125,6 +120,6 @@ def _define(name: str, run: Callable, results: Callable) -> Callable:
 
 # Called with arrays, leaves last; the options by name, `backend` (auto, native, reference) among them.
 sums = _define("globalclip_sums", _sums, _sums_results)
-norm = _define("globalclip_norm", _norm, lambda m, s, *leaves, per_leaf, on_nonfinite: _norm_results(leaves, per_leaf))
+norm = _define("globalclip_norm", _norm, _norm_results)
 scale = _define("globalclip_scale", _scale, _scale_results)
 clip = _define("globalclip_clip", _clip, _clip_results)

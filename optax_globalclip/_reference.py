@@ -29,6 +29,19 @@ def norm_dtype(leaves: Sequence[jax.Array]) -> np.dtype:
   return np.dtype(np.float64 if wide else np.float32)
 
 
+def sums_results(leaves: Sequence[jax.Array], *, per_leaf: bool) -> list[tuple]:
+  """Shapes and dtypes of what `sums` gives."""
+  k = len(leaves) if per_leaf else 1
+  return [((k, 3), norm_dtype(leaves)), ((k,), jnp.int32)]
+
+
+def norm_results(leaves: Sequence[jax.Array], *, per_leaf: bool, leaf_norms: bool) -> list[tuple]:
+  """Shapes and dtypes of what `norm` gives."""
+  n, dtype = len(leaves), norm_dtype(leaves)
+  return [((n + 1 if leaf_norms else 1,), dtype), ((n if leaf_norms else 1,), jnp.int32),
+          ((n if per_leaf else 1, 3), dtype)]
+
+
 def _real_parts(leaf: jax.Array) -> list[jax.Array]:
   return [leaf.real, leaf.imag] if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else [leaf]
 
@@ -202,10 +215,19 @@ def finish_all(rows, nonfinite, max_norm, loss_scale, *, per_leaf, on_nonfinite)
   return norms, ops[1:] if per_leaf else ops[:1]
 
 
-def norm(max_norm, loss_scale, leaves, *, per_leaf, on_nonfinite):
-  """`(norms T[n + 1], nonfinite int32[n], ops T[k, 3])`."""
-  rows, nonfinite = sums(np.ones(len(leaves), np.int32), leaves, per_leaf=True)
-  norms, ops = finish_all(rows, nonfinite, max_norm, loss_scale, per_leaf=per_leaf, on_nonfinite=on_nonfinite)
+def finish_tree(row, nonfinite, max_norm, loss_scale, *, on_nonfinite):
+  """`(norms T[1], ops T[1, 3])` from the row T[1, 3] and the count int32[1] of a whole tree."""
+  norm, op = finish(row[0], nonfinite[0] > 0, max_norm, loss_scale, on_nonfinite=on_nonfinite)
+  return norm[None], op[None]
+
+
+def norm(max_norm, loss_scale, leaves, *, per_leaf, leaf_norms, on_nonfinite):
+  """`(norms T[n + 1], nonfinite int32[n], ops T[k, 3])`; without `leaf_norms` norms T[1] and nonfinite int32[1]."""
+  rows, nonfinite = sums(np.ones(len(leaves), np.int32), leaves, per_leaf=leaf_norms)
+  if leaf_norms:
+    norms, ops = finish_all(rows, nonfinite, max_norm, loss_scale, per_leaf=per_leaf, on_nonfinite=on_nonfinite)
+  else:
+    norms, ops = finish_tree(rows, nonfinite, max_norm, loss_scale, on_nonfinite=on_nonfinite)
   return norms, nonfinite, ops
 
 

@@ -7,15 +7,17 @@ import optax_globalclip as ogc
 
 
 @functools.lru_cache(maxsize=None)
-def clip(path, per_leaf=False, **options):
-  """`(tree, max_norm, **extra) -> (updates, metrics)` on the path that the fixture of that name has put in force."""
+def clip(path, per_leaf=False, monitor=True, **options):
+  """`(tree, max_norm, **extra) -> (updates, metrics)` on the path that the fixture of that name has put in force.
+
+  Without a monitor, which needs the norm of each leaf too, the metrics are `None`."""
   del path  # part of the key: the path is chosen when a program is traced
   make = ogc.per_tensor_clip if per_leaf else ogc.global_clip
   @jax.jit
   def run(tree, max_norm, **extra):
-    tx = make(max_norm, monitor=True, **options)
+    tx = make(max_norm, monitor=monitor, **options)
     updates, state = tx.update(tree, tx.init(tree), **extra)
-    return updates, ogc.clip_metrics(state)
+    return updates, ogc.clip_metrics(state) if monitor else None
   return run
 
 

@@ -193,6 +193,9 @@ def norm_results(workspace_bytes, leaf_count=1):
           jax.ShapeDtypeStruct((1, 3), jnp.float32), jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8))
 
 
+ATTRIBUTES = dict(per_leaf=False, leaf_norms=True, on_nonfinite=np.int32(0))
+
+
 @pytest.mark.parametrize("leaf, workspace, words", [
     (np.ones(3, np.float32), 3, ("norm", "workspace", "with 88 elements", "shape [3]")),
     (np.ones(3, np.int32), 88, ("norm", "leaf 0", "float32", "shape [3]")),
@@ -200,7 +203,18 @@ def norm_results(workspace_bytes, leaf_count=1):
 def test_errors_name_target_operand_expected_and_got(leaf, workspace, words):
   one = np.float32(1)
   with pytest.raises(Exception) as error:
-    call("norm", norm_results(workspace), one, one, leaf, per_leaf=False, on_nonfinite=np.int32(0))
+    call("norm", norm_results(workspace), one, one, leaf, **ATTRIBUTES)
+  assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("attributes, words", [
+    (dict(per_leaf=True, leaf_norms=False), ("norm", "leaf_norms", "true beside per_leaf", "false")),
+    (dict(leaf_norms=False), ("norm", "norms", "with 1 elements", "shape [2]")),
+])
+def test_errors_name_the_result_that_an_attribute_does_not_fit(attributes, words):
+  one = np.float32(1)
+  with pytest.raises(Exception) as error:
+    call("norm", norm_results(88), one, one, np.ones(3, np.float32), **ATTRIBUTES | attributes)
   assert all(word in str(error.value) for word in words), error.value
 
 
@@ -211,7 +225,7 @@ def clip_apart(tree, per_leaf):
   shapes[2] = jax.ShapeDtypeStruct((len(tree) if per_leaf else 1, 3), jnp.float32)
   like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in tree]
   norms, _, _, *rest = call("clip", (*shapes, *like, workspace), np.float32(1), np.float32(1), *tree,
-                            per_leaf=per_leaf, on_nonfinite=np.int32(0))
+                            **ATTRIBUTES | dict(per_leaf=per_leaf))
   return norms, rest[:-1]
 
 

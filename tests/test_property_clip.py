@@ -189,3 +189,16 @@ def test_both_places_of_the_scaling_give_the_same_updates_but_for_subnormals(tre
   for a, b in zip(kernel, xla, strict=True):
     normal = np.abs(np.asarray(a).astype(np.complex128)) > 1e-36
     np.testing.assert_array_equal(np.asarray(a)[normal], np.asarray(b)[normal])
+
+
+@settings(max_examples=80)
+@given(trees.of_structure(*STRUCTURE), FACTORS, st.sampled_from([None, np.nan, np.inf]),
+       st.sampled_from(["propagate", "zero"]))
+def test_a_monitor_changes_no_bit(tree, factor, bad, policy):
+  limit = limit_for(tree, factor)
+  if bad is not None:
+    tree[0][7] = bad
+  with on("native"):
+    watched, _ = programs.clip("native", on_nonfinite=policy)(tree, limit)
+    unwatched, _ = programs.clip("native", monitor=False, on_nonfinite=policy)(tree, limit)
+  assert oracle.same_bits(watched, unwatched)
