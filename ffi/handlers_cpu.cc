@@ -33,13 +33,13 @@ class KeepSubnormals {
   unsigned saved_;
 };
 
-// `work(i)` for every i below `count`, by the caller and by helpers from XLA's pool.
+// `work(i)` for every i below `count`, by the caller and by helpers from XLA's pool, `threads` of them at most.
 //
 // Scheduling tasks and waiting for them deadlocks when every thread of the pool does so. Here nobody waits for a task
 // that has not begun: all claim numbers from one counter, the caller too until none is left, and then it waits only for
 // numbers already claimed. A helper that starts late finds nothing to claim and never touches `work`.
 template <class Work>
-void parallel_for(ffi::ThreadPool& pool, int64_t count, const Work& work) {
+void parallel_for(ffi::ThreadPool& pool, int64_t threads, int64_t count, const Work& work) {
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
   };
@@ -48,7 +48,7 @@ void parallel_for(ffi::ThreadPool& pool, int64_t count, const Work& work) {
     KeepSubnormals keep;
     for (int64_t i; (i = shared->next.fetch_add(1)) < count; shared->done.fetch_add(1)) (*work)(i);
   };
-  for (int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1; helpers > 0; --helpers)
+  for (int64_t helpers = std::min({threads, pool.num_threads(), count}) - 1; helpers > 0; --helpers)
     pool.Schedule(std::function<void()>(claim));
   claim();
   for (int spins = 0; shared->done.load() < count; ++spins)
@@ -58,27 +58,37 @@ void parallel_for(ffi::ThreadPool& pool, int64_t count, const Work& work) {
 // A run of neighbouring chunks long enough to be worth a claim.
 constexpr uint32_t kChunksAClaim = 8;
 
+// Bytes worth another thread: waking one takes as long as a pass over so many.
+constexpr int64_t kBytesAThread = 256 * 1024;
+
 enum class Order { kForward, kBackward };
 
-// `work(table, chunk index, chunk)` for every chunk of every table.
+// `work(table, chunk index, chunk, next)` for every chunk of every table; `next` is the data of the one after it.
 template <class Work>
 void for_each_chunk(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables, Order order, const Work& work) {
   std::vector<int64_t> first_run;  // prefix sums of runs over tables
-  int64_t runs = 0;
+  int64_t runs = 0, bytes = 0;
   for (const LeafTable& table : tables) {
     first_run.push_back(runs);
     runs += (table.chunks() + kChunksAClaim - 1) / kChunksAClaim;
+    for (int leaf = 0; leaf < table.num_leaves; ++leaf) bytes += table.size(leaf) * element_bytes(table.dtype(leaf));
   }
-  parallel_for(pool, runs, [&](int64_t claim) {
+  parallel_for(pool, 1 + bytes / kBytesAThread, runs, [&](int64_t claim) {
     const int64_t run = order == Order::kForward ? claim : runs - 1 - claim;
     const size_t t = std::upper_bound(first_run.begin(), first_run.end(), run) - first_run.begin() - 1;
     const LeafTable& table = tables[t];
     const uint32_t begin = static_cast<uint32_t>(run - first_run[t]) * kChunksAClaim;
     const uint32_t end = std::min(begin + kChunksAClaim, table.chunks());
     int leaf = table.leaf_of(begin);
+    Chunk chunk = table.chunk(begin, leaf);
     for (uint32_t i = begin; i < end; ++i) {
-      while (table.first_chunk[leaf + 1] <= i) ++leaf;
-      work(table, i, table.chunk(i, leaf));
+      Chunk next = chunk;
+      if (i + 1 < end) {
+        while (table.first_chunk[leaf + 1] <= i + 1) ++leaf;
+        next = table.chunk(i + 1, leaf);
+      }
+      work(table, i, chunk, next.data);
+      chunk = next;
     }
   });
 }
@@ -87,9 +97,10 @@ void for_each_chunk(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables,
 std::vector<Total> leaf_totals(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables) {
   const int64_t chunks = tables.empty() ? 0 : tables.back().chunk_offset + tables.back().chunks();
   std::vector<SumSquares> partials(chunks);
-  for_each_chunk(pool, tables, Order::kForward, [&](const LeafTable& table, uint32_t i, const Chunk& chunk) {
-    partials[table.chunk_offset + i] = kernels().sum_squares(chunk);
-  });
+  for_each_chunk(pool, tables, Order::kForward,
+                 [&](const LeafTable& table, uint32_t i, const Chunk& chunk, const void* next) {
+                   partials[table.chunk_offset + i] = kernels().sum_squares(chunk, next);
+                 });
   std::vector<Total> totals(tables.empty() ? 0 : tables.back().first_leaf + tables.back().num_leaves);
   for (const LeafTable& table : tables)
     for (int leaf = 0; leaf < table.num_leaves; ++leaf) {
@@ -112,7 +123,8 @@ void put(ffi::ThreadPool& pool, const std::vector<Total>& totals, const Operands
     if (counts(operands, i)) all.add(totals[i]);
   put_tree<T>(all, operands);
   if (!wants_leaves(operands)) return;
-  parallel_for(pool, (leaves + kLeavesAClaim - 1) / kLeavesAClaim, [&](int64_t claim) {
+  const int64_t claims = (leaves + kLeavesAClaim - 1) / kLeavesAClaim;
+  parallel_for(pool, claims, claims, [&](int64_t claim) {
     const int64_t end = std::min(leaves, (claim + 1) * kLeavesAClaim);
     for (int64_t i = claim * kLeavesAClaim; i < end; ++i) put_leaf<T>(i, totals[i], all, operands);
   });
@@ -129,11 +141,12 @@ template <class T>
 void scale_chunks(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables, const void* op_data, bool per_leaf) {
   const ScaleOp<T>* ops = static_cast<const ScaleOp<T>*>(op_data);
   if (!per_leaf && ops[0].kind() == Mode::kKeep) return;
-  for_each_chunk(pool, tables, Order::kBackward, [&](const LeafTable& table, uint32_t, const Chunk& chunk) {
-    const ScaleOp<T>& op = ops[per_leaf ? table.first_leaf + chunk.leaf : 0];
-    if constexpr (sizeof(T) == sizeof(float)) kernels().scale_float(chunk, op);
-    else kernels().scale_double(chunk, op);
-  });
+  for_each_chunk(pool, tables, Order::kBackward,
+                 [&](const LeafTable& table, uint32_t, const Chunk& chunk, const void* next) {
+                   const ScaleOp<T>& op = ops[per_leaf ? table.first_leaf + chunk.leaf : 0];
+                   if constexpr (sizeof(T) == sizeof(float)) kernels().scale_float(chunk, next, op);
+                   else kernels().scale_double(chunk, next, op);
+                 });
 }
 
 void run_scale(ffi::ThreadPool& pool, const std::vector<Leaf>& leaves, const ScaleOperands& operands) {

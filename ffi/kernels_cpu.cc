@@ -8,64 +8,91 @@ namespace globalclip {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr int kPrefetchBytes = 1024;  // ahead: a tree larger than the cache is then read as fast as memory gives it
-constexpr int kWidth = 4;  // elements a vector: float64 ones fill a register of AVX2
-typedef float Floats __attribute__((vector_size(kWidth * sizeof(float))));
-typedef double Doubles __attribute__((vector_size(kWidth * sizeof(double))));
-typedef uint32_t Words __attribute__((vector_size(kWidth * sizeof(uint32_t))));
-typedef uint16_t Halves __attribute__((vector_size(kWidth * sizeof(uint16_t))));
+constexpr int kPrefetchBytes = 2048;  // ahead: a tree larger than the cache is then read as fast as memory gives it
 
-template <class Vector, class Element>
-inline Vector load(const Element* x) {
-  Vector v;
-  static_assert(sizeof v == kWidth * sizeof *x, "one vector");
+// What takes a register of AVX2: 8 floats, 4 doubles.
+constexpr int kFloats = 8, kDoubles = 4;
+template <class Element, int size>
+struct VectorOf { typedef Element type __attribute__((vector_size(size * sizeof(Element)))); };
+template <class Element, int size>
+using Vector = typename VectorOf<Element, size>::type;
+using Doubles = Vector<double, kDoubles>;
+
+template <int size, class Element>
+inline Vector<Element, size> load(const Element* x) {
+  Vector<Element, size> v;
   memcpy(&v, x, sizeof v);
   return v;
 }
 
-inline Floats load_floats(const float* x) { return load<Floats>(x); }
-inline Floats load_floats(const BF16* x) {
-  return (Floats)(__builtin_convertvector(load<Halves>(x), Words) << 16);
+template <int size>
+inline Vector<float, size> load_floats(const float* x) { return load<size>(x); }
+template <int size>
+inline Vector<float, size> load_floats(const BF16* x) {
+  const Vector<uint16_t, size> bits = load<size>(reinterpret_cast<const uint16_t*>(x));
+  return (Vector<float, size>)(__builtin_convertvector(bits, Vector<uint32_t, size>) << 16);
 }
-inline Floats load_floats(const F16* x) {
+template <int size>
+inline Vector<float, size> load_floats(const F16* x) {
 #ifdef __F16C__
-  return (Floats)_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+  if constexpr (size == 8) return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  else return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
 #else
-  Floats v;
-  for (int i = 0; i < kWidth; ++i) v[i] = to_float(x[i]);
+  Vector<float, size> v;
+  for (int i = 0; i < size; ++i) v[i] = to_float(x[i]);
   return v;
 #endif
 }
 
+using Floats = Vector<float, kFloats>;
 inline void store_floats(float* x, Floats v) { memcpy(x, &v, sizeof v); }
 inline void store_floats(BF16* x, Floats v) {
+  using Words = Vector<uint32_t, kFloats>;
   const Words bits = (Words)v;
   const Words rounded = bits + 0x7fffu + (bits >> 16 & 1u), quiet = bits | 0x400000u;
   const Words nan = (Words)((bits & 0x7fffffffu) > 0x7f800000u);
-  const Halves halves = __builtin_convertvector(((nan & quiet) | (~nan & rounded)) >> 16, Halves);
+  const auto halves = __builtin_convertvector(((nan & quiet) | (~nan & rounded)) >> 16, Vector<uint16_t, kFloats>);
   memcpy(x, &halves, sizeof halves);
 }
 inline void store_floats(F16* x, Floats v) {
 #ifdef __F16C__
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(x), _mm_cvtps_ph((__m128)v, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(x), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 #else
-  for (int i = 0; i < kWidth; ++i) x[i] = from_float<F16>(v[i]);
+  for (int i = 0; i < kFloats; ++i) x[i] = from_float<F16>(v[i]);
 #endif
 }
 
 template <class In>
 inline Doubles load_doubles(const In* x) {
 #ifdef __AVX__
-  return (Doubles)_mm256_cvtps_pd((__m128)load_floats(x));  // what __builtin_convertvector does in six instructions
+  return _mm256_cvtps_pd(load_floats<kDoubles>(x));  // what __builtin_convertvector does in six instructions
 #else
-  return __builtin_convertvector(load_floats(x), Doubles);
+  return __builtin_convertvector(load_floats<kDoubles>(x), Doubles);
 #endif
 }
-inline Doubles load_doubles(const double* x) { return load<Doubles>(x); }
+inline Doubles load_doubles(const double* x) { return load<kDoubles>(x); }
+
+// At element i: asks for kLanes elements that lie kPrefetchBytes ahead, behind the end of `x` in what comes `next`.
+template <class In>
+inline void prefetch(const In* x, int64_t i, int64_t size, const void* next) {
+  const int64_t beyond = kPrefetchBytes - (size - i) * static_cast<int64_t>(sizeof *x);
+  const char* const at =
+      beyond < 0 ? reinterpret_cast<const char*>(x + i) + kPrefetchBytes : static_cast<const char*>(next) + beyond;
+  for (size_t line = 0; line < kLanes * sizeof *x; line += 64) __builtin_prefetch(at + line);
+}
+
+// `sum + v * v` where the square is exact, so that it does not matter whether it is rounded before it is added.
+inline Doubles add_exact_square(Doubles sum, Doubles v) {
+#ifdef __FMA__
+  return _mm256_fmadd_pd(v, v, sum);
+#else
+  return sum + v * v;
+#endif
+}
 
 double sum_lanes(const Doubles* lanes) {
   Doubles sum = {};
-  for (int j = 0; j < kLanes / kWidth; ++j) sum += lanes[j];
+  for (int j = 0; j < kLanes / kDoubles; ++j) sum += lanes[j];
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
@@ -81,21 +108,18 @@ int64_t count_nonfinite(const In* x, int64_t size) {
 
 // Squares of the narrow types are exact in float64 and their sum cannot overflow: it is finite if every element is.
 template <class In>
-SumSquares sum_squares(const In* x, int64_t size) {
-  Doubles lanes[kLanes / kWidth] = {};
+SumSquares sum_squares(const In* x, int64_t size, const void* next) {
+  Doubles lanes[kLanes / kDoubles] = {};
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) {
-    __builtin_prefetch(reinterpret_cast<const char*>(x + i) + kPrefetchBytes);
-    __builtin_prefetch(reinterpret_cast<const char*>(x + i) + kPrefetchBytes + 64);
+    prefetch(x, i, size, next);
 #pragma GCC unroll 8
-    for (int j = 0; j < kLanes / kWidth; ++j) {
-      const Doubles v = load_doubles(x + i + j * kWidth);
-      lanes[j] += v * v;
-    }
+    for (int j = 0; j < kLanes / kDoubles; ++j)
+      lanes[j] = add_exact_square(lanes[j], load_doubles(x + i + j * kDoubles));
   }
   for (int j = 0; i < size; ++i, ++j) {
     const double v = to_double(x[i]);
-    lanes[j / kWidth][j % kWidth] += v * v;
+    lanes[j / kDoubles][j % kDoubles] += v * v;
   }
   const double sum = sum_lanes(lanes);
   return {0, sum, 0, sum - sum == 0 ? 0 : count_nonfinite(x, size)};
@@ -106,14 +130,15 @@ inline Doubles select(Doubles condition, Doubles yes, Doubles no) {
   return (Doubles)(((Mask)condition & (Mask)yes) | (~(Mask)condition & (Mask)no));
 }
 
-SumSquares sum_squares(const double* x, int64_t size) {
-  Doubles big[kLanes / kWidth] = {}, mid[kLanes / kWidth] = {}, small[kLanes / kWidth] = {};
+SumSquares sum_squares(const double* x, int64_t size, const void* next) {
+  Doubles big[kLanes / kDoubles] = {}, mid[kLanes / kDoubles] = {}, small[kLanes / kDoubles] = {};
   const Doubles zero = {};
-  for (int64_t i = 0; i < size; i += kLanes)
-    for (int j = 0; j < kLanes / kWidth; ++j) {
-      const int64_t at = i + j * kWidth, rest = size - at;
+  for (int64_t i = 0; i < size; i += kLanes) {
+    prefetch(x, i, size, next);
+    for (int j = 0; j < kLanes / kDoubles; ++j) {
+      const int64_t at = i + j * kDoubles, rest = size - at;
       Doubles v = {};
-      if (rest >= kWidth) v = load_doubles(x + at);
+      if (rest >= kDoubles) v = load_doubles(x + at);
       else if (rest > 0) memcpy(&v, x + at, rest * sizeof *x);
       const Doubles magnitude = v < 0 ? -v : v;
       const Doubles is_big = (Doubles)(magnitude > kBig), is_small = (Doubles)(magnitude < kSmall);
@@ -122,19 +147,20 @@ SumSquares sum_squares(const double* x, int64_t size) {
       small[j] += select(is_small, up * up, zero);
       mid[j] += select(is_big, zero, select(is_small, zero, v * v));
     }
+  }
   const SumSquares sum = {sum_lanes(big), sum_lanes(mid), sum_lanes(small), 0};
   const double all = sum.big + sum.mid;
   return {sum.big, sum.mid, sum.small, all - all == 0 ? 0 : count_nonfinite(x, size)};
 }
 
-SumSquares sum_squares_of_chunk(const Chunk& chunk) {
+SumSquares sum_squares_of_chunk(const Chunk& chunk, const void* next) {
   return with_element_type(chunk.dtype, [&](auto tag) {
-    return sum_squares(static_cast<const decltype(tag)*>(chunk.data), chunk.size);
+    return sum_squares(static_cast<const decltype(tag)*>(chunk.data), chunk.size, next);
   });
 }
 
 template <class In, class T>
-void scale(In* x, int64_t size, const ScaleOp<T>& op) {
+void scale(In* x, int64_t size, const void* next, const ScaleOp<T>& op) {
   switch (op.kind()) {
     case Mode::kKeep: return;
     case Mode::kFill: {
@@ -146,27 +172,34 @@ void scale(In* x, int64_t size, const ScaleOp<T>& op) {
       for (int64_t i = 0; i < size; ++i) x[i] = divide(x[i], op);
       return;
     case Mode::kMultiply: {
+      const T a = op.a, b = op.b;
       int64_t i = 0;
       if constexpr (sizeof(T) == sizeof(float))
-        for (; i + kWidth <= size; i += kWidth) store_floats(x + i, load_floats(x + i) * op.a * op.b);
+        for (; i + kLanes <= size; i += kLanes) {
+          prefetch(x, i, size, next);
+          for (int j = 0; j < kLanes; j += kFloats) {
+            In* const at = x + i + j;
+            store_floats(at, load_floats<kFloats>(at) * a * b);
+          }
+        }
       for (; i < size; ++i) x[i] = multiply(x[i], op);
       return;
     }
   }
 }
 
-void scale_float(const Chunk& chunk, const ScaleOp<float>& op) {
+void scale_float(const Chunk& chunk, const void* next, const ScaleOp<float>& op) {
   switch (chunk.dtype) {
-    case DType::kF16: return scale(static_cast<F16*>(chunk.data), chunk.size, op);
-    case DType::kBF16: return scale(static_cast<BF16*>(chunk.data), chunk.size, op);
-    case DType::kF32: return scale(static_cast<float*>(chunk.data), chunk.size, op);
+    case DType::kF16: return scale(static_cast<F16*>(chunk.data), chunk.size, next, op);
+    case DType::kBF16: return scale(static_cast<BF16*>(chunk.data), chunk.size, next, op);
+    case DType::kF32: return scale(static_cast<float*>(chunk.data), chunk.size, next, op);
     case DType::kF64: return;  // a tree with a float64 leaf has a float64 op
   }
 }
 
-void scale_double(const Chunk& chunk, const ScaleOp<double>& op) {
+void scale_double(const Chunk& chunk, const void* next, const ScaleOp<double>& op) {
   with_element_type(chunk.dtype,
-                    [&](auto tag) { scale(static_cast<decltype(tag)*>(chunk.data), chunk.size, op); });
+                    [&](auto tag) { scale(static_cast<decltype(tag)*>(chunk.data), chunk.size, next, op); });
 }
 
 }  // namespace

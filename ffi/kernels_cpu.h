@@ -5,10 +5,11 @@
 
 namespace globalclip {
 
+// `next` is what the thread will read after the chunk: its beginning is asked for in time.
 struct CpuKernels {
-  SumSquares (*sum_squares)(const Chunk&);
-  void (*scale_float)(const Chunk&, const ScaleOp<float>&);
-  void (*scale_double)(const Chunk&, const ScaleOp<double>&);
+  SumSquares (*sum_squares)(const Chunk&, const void* next);
+  void (*scale_float)(const Chunk&, const void* next, const ScaleOp<float>&);
+  void (*scale_double)(const Chunk&, const void* next, const ScaleOp<double>&);
 };
 
 extern const CpuKernels kCpuKernelsBaseline;
