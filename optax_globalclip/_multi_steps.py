@@ -114,6 +114,7 @@ def clipped_multi_steps(
     every_k: int | Callable[[jax.Array], Any] = 1,
     loss_scale: Any = None,
     on_nonfinite: str = "skip",
+    monitor: bool = False,
     update_dtype=None,
     axis_name: Any = None,
     mesh: Any = None,
@@ -141,6 +142,8 @@ def clipped_multi_steps(
     on_nonfinite: what a NaN or infinite element of a window's gradient does, one that overflowed while accumulating
       included. "skip": updates are zero, `inner` does not run, a clean window starts. "propagate", "zero" and "raise":
       as for `global_clip`, and `inner` runs. Under each a dynamic scale backs off once.
+    monitor: record also the norm and the non-finite elements of each leaf of the last window's gradient, for
+      `leaf_report`. What `clip_metrics` reads is always recorded.
     update_dtype: the dtype of the updates, instead of the parameters' own.
     axis_name: as for `global_clip`.
     mesh: as for `global_clip`.
@@ -206,7 +209,7 @@ def clipped_multi_steps(
         optimizer_step=jnp.zeros((), jnp.int32),
         updated=jnp.zeros((), jnp.bool_),
         scale_state=dynamic.init() if dynamic else LossScaleState(static_scale(), jnp.zeros((), jnp.int32)),
-        clip_state=_clip.init_monitor(params, leaves=False))
+        clip_state=_clip.init_monitor(params, leaves=monitor))
 
   def update_fn(updates, state, params=None, *, loss_scale=None, weight=None, boundary=None, **extra):
     leaves = _norm.split_leaves(updates)
@@ -244,7 +247,7 @@ def clipped_multi_steps(
         divisor = jnp.where(jnp.isnan(added), added, divisor)
         measures = weight != 0
     limit = _clip.as_scalar(max_norm, _reference.norm_dtype(gradients))
-    options = _norm.Options(on_nonfinite=_POLICIES[on_nonfinite], leaf_norms=on_nonfinite == "raise",
+    options = _norm.Options(on_nonfinite=_POLICIES[on_nonfinite], leaf_norms=monitor or on_nonfinite == "raise",
                             divides=accumulates or scale is not None, out_dtypes=tuple(wide_dtypes),
                             **_partition.place(leaves, axis_name, mesh, specs))
 
@@ -259,13 +262,14 @@ def clipped_multi_steps(
       norms, nonfinite, clipped = _norm.clip(gradients, limit, divisor, options)
       bad = jnp.any(nonfinite > 0) | ~jnp.isfinite(divisor)
       runs = ~bad if on_nonfinite == "skip" else True
-      return (norms[0], nonfinite, bad), *_run_if(runs, run_inner, (clipped, inner_state))
+      return (norms, nonfinite, bad), *_run_if(runs, run_inner, (clipped, inner_state))
 
-    nothing = (jnp.zeros((), limit.dtype), jnp.zeros(len(gradients) if options.leaf_norms else 1, jnp.int32),
+    of_leaves = len(gradients) if options.leaf_norms else 0
+    nothing = (jnp.zeros(1 + of_leaves, limit.dtype), jnp.zeros(of_leaves if options.leaf_norms else 1, jnp.int32),
                jnp.zeros((), jnp.bool_))
     # One buffer a leaf: the accumulator on the way in, the optimizer's update on the way out.
     carry = nothing, gradients, state.inner_state
-    (norm, nonfinite, bad), buffers, inner_state = _run_if(measures, close_window, carry)
+    (norms, nonfinite, bad), buffers, inner_state = _run_if(measures, close_window, carry)
     runs = measures & ~bad if on_nonfinite == "skip" else measures
     if on_nonfinite == "raise":
       _clip.raise_if(leaves.paths, nonfinite)
@@ -275,7 +279,9 @@ def clipped_multi_steps(
       return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
     def passed_through(leaf):
       return leaf if _dtype(leaf) == jax.dtypes.float0 else jnp.where(runs, leaf, jnp.zeros_like(leaf))
-    closed = _clip.monitored(state.clip_state, norm, norm[None], bad, limit, zeroes=on_nonfinite in ("zero", "skip"))
+    closed = _clip.monitored(state.clip_state, norms[0], norms[:1], bad, limit, zeroes=on_nonfinite in ("zero", "skip"))
+    if monitor:
+      closed = _clip.monitored_leaves(closed, norms[1:], nonfinite)
     if dynamic:
       scale_state = moved_if(measures, dynamic.update(state.scale_state, ~bad), state.scale_state)
     else:
@@ -352,6 +358,14 @@ def has_updated(opt_state: Any) -> jax.Array:
 
   Raises:
     ValueError: where the state holds no `clipped_multi_steps`, or several.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_globalclip as ogc
+    >>> tx = ogc.clipped_multi_steps(optax.sgd(1.0), 1.0, every_k=2)
+    >>> _, first = tx.update(jnp.ones(2), tx.init(jnp.zeros(2)))
+    >>> _, second = tx.update(jnp.ones(2), first)
+    >>> bool(ogc.has_updated(first)), bool(ogc.has_updated(second))
+    (False, True)
   """
   states = _loss_scale.find_states(opt_state, ClippedMultiStepsState)
   if len(states) != 1:

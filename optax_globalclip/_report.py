@@ -123,13 +123,16 @@ def _is_optimizer_state(tree: Any) -> bool:
   return any(is_state(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_state))
 
 
+_WITH_MONITOR = "global_clip, per_tensor_clip and clipped_multi_steps record leaves with monitor=True"
+
+
 def leaf_report(opt_state_or_tree: Any) -> LeafReport:
   """Which leaf made the gradient spike, or holds NaN or infinity.
 
   Args:
-    opt_state_or_tree: an optimizer state with one `global_clip` or `per_tensor_clip` with `monitor=True` in it
-      (`flax.nnx.Optimizer`'s included), which tells of the last update, from the pass that clipped it; or a tree of
-      gradients, which is measured now. Concrete arrays, not traced ones.
+    opt_state_or_tree: an optimizer state with one `global_clip`, `per_tensor_clip` or `clipped_multi_steps` with
+      `monitor=True` in it (`flax.nnx.Optimizer`'s included), which tells of the last update or window, from the pass
+      that clipped it; or a tree of gradients, which is measured now. Concrete arrays, not traced ones.
 
   Returns:
     A `LeafReport`: its `rows` are `LeafRow(path, norm, share, nonfinite)`, one for each leaf that counts. A share is the
@@ -151,13 +154,12 @@ def leaf_report(opt_state_or_tree: Any) -> LeafReport:
   if states:
     recorded = [state.leaf_metrics for state in states if state.leaf_metrics is not None]
     if len(recorded) != 1:
-      raise ValueError(f"leaf_report: expected one clip that records leaves in the optimizer state, found {len(recorded)} "
-                       "(global_clip and per_tensor_clip do with monitor=True)")
+      raise ValueError("leaf_report: expected one clip that records leaves in the optimizer state, found "
+                       f"{len(recorded)} ({_WITH_MONITOR})")
     norms, nonfinite, encoded = (np.asarray(plain(field)) for field in recorded[0])
     paths = encoded.tobytes().decode().split("\n") if norms.size else []
   elif _is_optimizer_state(opt_state_or_tree):
-    raise ValueError("leaf_report: the optimizer state holds no monitored clip (global_clip and per_tensor_clip record "
-                     "leaves with monitor=True)")
+    raise ValueError(f"leaf_report: the optimizer state holds no monitored clip ({_WITH_MONITOR})")
   else:
     leaves = _norm.split_leaves(opt_state_or_tree)
     norms, nonfinite = (np.asarray(x) for x in _norm.measure(leaves.arrays, np.float32(1)))

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import optax_globalclip as ogc
+import windows
 
 
 def _tree():
@@ -39,6 +40,27 @@ def test_norms_of_a_scaled_loss_are_in_true_units(path):
   tx = ogc.global_clip(1.0, loss_scale=8, monitor=True)
   rows = ogc.leaf_report(_monitored(tx, _tree(), _tree())).rows
   np.testing.assert_allclose([row.norm for row in rows], [1.5, 0.625], rtol=1e-6)
+
+
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_of_a_window_it_tells_of_the_mean_gradient_until_the_next_one_ends(every_k, path):
+  tx = ogc.clipped_multi_steps(optax.identity(), 1.0, every_k=every_k, monitor=True, loss_scale=8)
+  run = windows.Run(tx, _tree())
+  def rows():
+    return [(row.path, round(row.norm, 4), row.nonfinite) for row in ogc.leaf_report(run.state).rows]
+  for _ in range(every_k):
+    assert rows() == [("a", 0, 0), ("b/0", 0, 0)]
+    run(_tree())
+  assert rows() == [("b/0", 1.5, 0), ("a", 0.625, 0)]
+  bad = _tree() | {"a": jnp.array([jnp.nan, jnp.inf])}
+  run(bad, boundary=True)
+  assert not run.ran and [(path, count) for path, _, count in rows()] == [("a", 2), ("b/0", 0)]
+
+
+def test_a_window_without_a_monitor_is_an_error_that_names_it():
+  tx = ogc.clipped_multi_steps(optax.sgd(1.0), 1.0)
+  with pytest.raises(ValueError, match="clipped_multi_steps record leaves with monitor=True"):
+    ogc.leaf_report(tx.init(_tree()))
 
 
 def test_it_prints_as_a_table():
