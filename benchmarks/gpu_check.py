@@ -39,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import gpt
 import hlo
 import optax_globalclip as ogc
 
@@ -92,9 +93,7 @@ def shapes(model, cpu):
     return [(128 + i % 64,) for i in range(40 if cpu else 10000)], jnp.float32
   if cpu:
     width, layers, vocabulary = 32, 1, 100
-  matrices = [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)]
-  layer = matrices + [(width,)] * 5 + [(4 * width,)]
-  return [(vocabulary, width), (1024, width)] + layer * layers + [(width,)] * 2, getattr(jnp, model.split()[1])
+  return gpt.leaf_shapes(layers, width, vocabulary), getattr(jnp, model.split()[1])
 
 
 def seconds_a_call(call, wait, repeat):

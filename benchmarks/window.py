@@ -20,6 +20,7 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,16 +29,7 @@ import optax_globalclip as ogc
 from machine import machine
 
 FOLDER = pathlib.Path(__file__).parent
-WIDTH, VOCABULARY, CONTEXT = 768, 8449, 1024
 EVERY_K = 8
-
-
-def gpt_shapes(layers):
-  """The leaves of a GPT: 148 and 92 M parameters at 12 layers."""
-  layer = [(WIDTH,), (WIDTH,), (WIDTH, 3 * WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,),
-           (WIDTH,), (WIDTH,), (WIDTH, 4 * WIDTH), (4 * WIDTH,), (4 * WIDTH, WIDTH), (WIDTH,)]
-  return [(VOCABULARY, WIDTH), (CONTEXT, WIDTH), *layer * layers, (WIDTH,), (WIDTH,)]
-
 
 CONTENDERS = {
     "clipped_multi_steps(adamw)": lambda: ogc.clipped_multi_steps(optax.adamw(1e-3), 1.0, every_k=EVERY_K),
@@ -150,12 +142,12 @@ def bench_h200(shapes):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--layers", type=int, default=12)
+  parser.add_argument("--layers", type=int, default=gpt.LAYERS)
   parser.add_argument("--turns", type=int, default=7)
   parser.add_argument("--only", choices=["cpu", "h200"], help="the other's results stay as they are")
   parser.add_argument("--out", type=pathlib.Path, default=FOLDER / "results" / "window.json")
   args = parser.parse_args()
-  shapes = gpt_shapes(args.layers)
+  shapes = gpt.leaf_shapes(args.layers)
   results = json.loads(args.out.read_text()) if args.out.exists() else {}
   results |= dict(date=datetime.date.today().isoformat(), leaves=len(shapes), every_k=EVERY_K,
                   parameters=sum(int(np.prod(shape)) for shape in shapes))
