@@ -2,7 +2,6 @@
 a library that exports the handlers and needs no CUDA library to load."""
 
 import importlib.util
-import os
 import pathlib
 import re
 import shutil
@@ -13,14 +12,16 @@ import pytest
 from cuda_on_cpu import build
 from optax_globalclip import _native
 
-slow = pytest.mark.skipif(not os.environ.get("OPTAX_GLOBALCLIP_SLOW_CHECKS"),
-                          reason="nvcc for every architecture; OPTAX_GLOBALCLIP_SLOW_CHECKS=1 runs it")
 KERNELS = ("k_grad_norm_partial", "k_grad_norm_final", "k_grad_scale")
 
 
-def nvcc(*args):
+def need_nvcc():
   if build.nvcc() is None:
     pytest.skip("no nvcc; BUILD.md says which wheels bring it")
+
+
+def nvcc(*args):
+  need_nvcc()
   done = subprocess.run([build.nvcc(), *map(str, args)], capture_output=True, text=True)
   assert done.returncode == 0, done.stderr[-4000:]
   return done.stdout + done.stderr
@@ -28,13 +29,14 @@ def nvcc(*args):
 
 def compiled(architecture):
   """`(machine code, what ptxas reported)`: a file and a text."""
+  if f"compute_{architecture}" not in nvcc("--list-gpu-arch").split():
+    pytest.skip(f"this nvcc does not know sm_{architecture}")
   kernels = build.SOURCES / "kernels.cu"
+  flags = ["-std=c++17", "-O3", f"-arch=sm_{architecture}", "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin"]
   def make(folder):
     folder.mkdir()
-    report = nvcc("-std=c++17", "-O3", f"-arch=sm_{architecture}", "-Xptxas", "-v", "-Werror", "all-warnings",
-                  "-cubin", "-o", folder / "kernels.cubin", kernels)
-    (folder / "report").write_text(report)
-  folder = build.made(f"sm_{architecture}", [kernels], make)
+    (folder / "report").write_text(nvcc(*flags, "-o", folder / "kernels.cubin", kernels))
+  folder = build.made(f"sm_{architecture}", [kernels], make, by=" ".join([nvcc("--version"), *flags]))
   return folder / "kernels.cubin", (folder / "report").read_text()
 
 
@@ -45,7 +47,7 @@ def default_architectures():
 
 
 @pytest.mark.parametrize("architecture", [
-    architecture if architecture == "90" else pytest.param(architecture, marks=slow)
+    architecture if architecture == "90" else pytest.param(architecture, marks=pytest.mark.slow)
     for architecture in default_architectures()])
 def test_kernels_neither_spill_nor_use_a_stack(architecture):
   _, report = compiled(architecture)
@@ -110,8 +112,7 @@ def test_streaming_kernels_have_four_16_byte_loads_in_flight_on_sm_90(kernel, dt
 def library(tmp_path, architecture="90"):
   if shutil.which("cmake") is None:
     pytest.skip("no cmake to build the library with")
-  if build.nvcc() is None:
-    pytest.skip("no nvcc; BUILD.md says which wheels bring it")
+  need_nvcc()
   configure = ["cmake", "-S", build.SOURCES, "-B", tmp_path, "-DCMAKE_BUILD_TYPE=Release",
                f"-DCMAKE_CUDA_COMPILER={build.nvcc()}", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}",
                "-DOPTAX_GLOBALCLIP_CUDA=ON", f"-DXLA_FFI_INCLUDE_DIR={jax.ffi.include_dir()}"]
@@ -121,7 +122,7 @@ def library(tmp_path, architecture="90"):
   return tmp_path / "optax_globalclip_cuda.so"
 
 
-@slow
+@pytest.mark.slow
 def test_the_library_exports_the_handlers_and_needs_no_cuda_library(tmp_path):
   path = library(tmp_path)
   exported = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True).stdout

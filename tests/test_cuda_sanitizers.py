@@ -8,9 +8,7 @@ import subprocess
 import pytest
 from cuda_on_cpu import build
 
-# ThreadSanitizer needs an OS thread for each CUDA thread: seconds a launch. The whole set runs in ci/slow_checks.sh.
-slow = pytest.mark.skipif(not os.environ.get("OPTAX_GLOBALCLIP_SLOW_CHECKS"),
-                          reason="minutes of ThreadSanitizer; OPTAX_GLOBALCLIP_SLOW_CHECKS=1 runs it")
+slow = pytest.mark.slow  # ThreadSanitizer needs an OS thread for each CUDA thread: seconds a launch
 BARRIER = "  __syncthreads();"
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import optax_globalclip as ogc
 import oracle
 import pytest
-import sharded
 from sharded import AUTO, EXPLICIT, P, make_mesh, put
 
 SPECS = {"w": P("x", "y"), "b": P()}

@@ -168,6 +168,7 @@ def test_512_devices_compile_soon_and_cost_the_same():
   assert found["seconds"] < 60
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None,
                     reason="compiling for an H200 without one needs jax-cuda13-plugin")
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -53,9 +53,11 @@ def _run(command: list[str]) -> None:
     raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
 
 
-def made(name: str, inputs: list[pathlib.Path], make) -> pathlib.Path:
-  """The file that `make(path)` wrote, or wrote before from the same inputs, in this process or another."""
-  key = hashlib.sha256(name.encode())
+def made(name: str, inputs: list[pathlib.Path], make, by: str = "") -> pathlib.Path:
+  """The file that `make(path)` wrote, or wrote before from the same inputs, in this process or another.
+
+  `by` tells of what makes it, as far as that is not in this folder: a compiler, flags."""
+  key = hashlib.sha256(f"{name}\n{by}".encode())
   for path in [*inputs, *sorted(FOLDER.glob("*.*")), *sorted(SOURCES.glob("*.h"))]:
     key.update(path.read_bytes())
   folder = pathlib.Path(tempfile.gettempdir()) / f"optax_globalclip_tests_{os.getuid()}"
@@ -71,12 +73,12 @@ def made(name: str, inputs: list[pathlib.Path], make) -> pathlib.Path:
   return path
 
 
-def _compiled(name: str, inputs: list[pathlib.Path], make) -> pathlib.Path:
+def _compiled(name: str, inputs: list[pathlib.Path], make, by: str = "") -> pathlib.Path:
   if shutil.which("g++") is None:
     pytest.skip("no g++ to compile the CUDA sources for the host")
   if cuda_include() is None:
     pytest.skip("no CUDA headers: pip install nvidia-cuda-runtime nvidia-cuda-crt, or nvcc, brings them")
-  return made(name, inputs, make)
+  return made(name, inputs, make, by)
 
 
 def ffi_library() -> pathlib.Path:
@@ -99,7 +101,7 @@ def check_program(name: str, flags: list[str], kernels: pathlib.Path = SOURCES /
   def make(path):
     _run(["g++", *COMMON, "-O1", "-g", *flags, "-isystem", str(cuda_include()), "-I", str(SOURCES), "-x", "c++",
           str(kernels), str(FOLDER / "check.cc"), "-o", str(path)])
-  return _compiled(name, [kernels], make)
+  return _compiled(name, [kernels], make, by=" ".join(flags))
 
 
 @functools.cache

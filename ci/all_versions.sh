@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The test suite in new environments: the oldest jax, and the newest for every supported Python that is found here.
+#
+#   ci/all_versions.sh [arguments of pytest]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python_of() {  # version: of the path, or pyenv's
+  local candidate
+  for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
+    if "$candidate" -c "" 2> /dev/null; then echo "$candidate"; return; fi
+  done
+}
+
+failed=()
+for pair in "3.11 jax==0.9.0 jaxlib==0.9.0" "3.11 jax" "3.12 jax" "3.13 jax"; do
+  read -r version jax <<< "$pair"
+  python=$(python_of "$version")
+  if [[ -z $python ]]; then echo "== no Python $version here"; continue; fi
+  echo "== Python $version, $jax"
+  environment=$(mktemp -d)
+  # shellcheck disable=SC2086  # one argument a package
+  { "$python" -m venv "$environment" && "$environment/bin/pip" install --quiet '.[test]' $jax &&
+    "$environment/bin/pip" list | grep -E "^(jax|jaxlib|optax|flax|numpy) " && "$environment/bin/pytest" "$@"; } || failed+=("$pair")
+  rm -rf "$environment"
+done
+if [[ ${#failed[@]} -gt 0 ]]; then printf 'failed: %s\n' "${failed[@]}"; exit 1; fi
