@@ -4,6 +4,7 @@
 // narrower one through the linker.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -229,7 +230,8 @@ static inline OGC_HOST_DEVICE NormAndOp<T> finish(const Normalized& sum, bool an
                                                   float loss_scale, OnNonfinite on_nonfinite) {
   const T nan = static_cast<T>(NAN);
   const T fill = static_cast<T>(Mode::kFill);
-  if (!(loss_scale > 0) || !(loss_scale - loss_scale == 0)) return {nan, {fill, nan, 0}};
+  // Like an infinite scale a subnormal one is refused: elsewhere it counts as zero.
+  if (!(loss_scale >= FLT_MIN) || !(loss_scale - loss_scale == 0)) return {nan, {fill, nan, 0}};
   int scale_exponent;
   const double scale_mantissa = frexp(static_cast<double>(loss_scale), &scale_exponent);
   double root = sqrt(sum.hi);                          // in [1, 2), or 0
@@ -245,7 +247,7 @@ static inline OGC_HOST_DEVICE NormAndOp<T> finish(const Normalized& sum, bool an
   }
   // (g / s) * (max / (|g| / s)): the loss scale cancels.
   int max_exponent;
-  const double max_mantissa = frexp(static_cast<double>(max_norm), &max_exponent);
+  const double max_mantissa = frexp(fabs(static_cast<double>(max_norm)), &max_exponent);  // 0 for -0
   return {norm, multiply_op<T>(max_mantissa / root, max_exponent - sum.exponent)};
 }
 

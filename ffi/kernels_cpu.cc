@@ -106,22 +106,47 @@ int64_t count_nonfinite(const In* x, int64_t size) {
   return count;
 }
 
+// A sum in every lane: plain within a block, with the rounding errors beside it (two-sum) from block to block.
+struct LaneSums {
+  Doubles block[kLanes / kDoubles] = {}, hi[kLanes / kDoubles] = {}, lo[kLanes / kDoubles] = {};
+
+  void end_block() {
+    for (int j = 0; j < kLanes / kDoubles; ++j) {
+      const Doubles sum = hi[j] + block[j], part = sum - hi[j];
+      lo[j] += (hi[j] - (sum - part)) + (block[j] - part);
+      hi[j] = sum;
+      block[j] = Doubles{};
+    }
+  }
+  double total() {
+    end_block();
+    const double sum = sum_lanes(hi);
+    return sum - sum == 0 ? sum + sum_lanes(lo) : sum;  // beside an infinity `lo` is NaN
+  }
+};
+
 // Squares of the narrow types are exact in float64 and their sum cannot overflow: it is finite if every element is.
 template <class In>
 SumSquares sum_squares(const In* x, int64_t size, const void* next) {
-  Doubles lanes[kLanes / kDoubles] = {};
+  LaneSums sums;
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    prefetch(x, i, size, next);
+  for (const int64_t whole = size - size % kLanes; i < whole;) {
+    Doubles lanes[kLanes / kDoubles] = {};
+    const int64_t end = whole - i < 64 * kLanes ? whole : i + 64 * kLanes;
+    for (; i < end; i += kLanes) {
+      prefetch(x, i, size, next);
 #pragma GCC unroll 8
-    for (int j = 0; j < kLanes / kDoubles; ++j)
-      lanes[j] = add_exact_square(lanes[j], load_doubles(x + i + j * kDoubles));
+      for (int j = 0; j < kLanes / kDoubles; ++j)
+        lanes[j] = add_exact_square(lanes[j], load_doubles(x + i + j * kDoubles));
+    }
+    memcpy(sums.block, lanes, sizeof lanes);
+    sums.end_block();
   }
   for (int j = 0; i < size; ++i, ++j) {
     const double v = to_double(x[i]);
-    lanes[j / kDoubles][j % kDoubles] += v * v;
+    sums.block[j / kDoubles][j % kDoubles] += v * v;
   }
-  const double sum = sum_lanes(lanes);
+  const double sum = sums.total();
   return {0, sum, 0, sum - sum == 0 ? 0 : count_nonfinite(x, size)};
 }
 
@@ -131,9 +156,11 @@ inline Doubles select(Doubles condition, Doubles yes, Doubles no) {
 }
 
 SumSquares sum_squares(const double* x, int64_t size, const void* next) {
-  Doubles big[kLanes / kDoubles] = {}, mid[kLanes / kDoubles] = {}, small[kLanes / kDoubles] = {};
+  LaneSums big, mid, small;
   const Doubles zero = {};
   for (int64_t i = 0; i < size; i += kLanes) {
+    if (i % (8 * kLanes) == 0)
+      for (LaneSums* sums : {&big, &mid, &small}) sums->end_block();
     prefetch(x, i, size, next);
     for (int j = 0; j < kLanes / kDoubles; ++j) {
       const int64_t at = i + j * kDoubles, rest = size - at;
@@ -143,12 +170,12 @@ SumSquares sum_squares(const double* x, int64_t size, const void* next) {
       const Doubles magnitude = v < 0 ? -v : v;
       const Doubles is_big = (Doubles)(magnitude > kBig), is_small = (Doubles)(magnitude < kSmall);
       const Doubles down = v * kDown, up = v * kUp;
-      big[j] += select(is_big, down * down, zero);
-      small[j] += select(is_small, up * up, zero);
-      mid[j] += select(is_big, zero, select(is_small, zero, v * v));
+      big.block[j] += select(is_big, down * down, zero);
+      small.block[j] += select(is_small, up * up, zero);
+      mid.block[j] += select(is_big, zero, select(is_small, zero, v * v));
     }
   }
-  const SumSquares sum = {sum_lanes(big), sum_lanes(mid), sum_lanes(small), 0};
+  const SumSquares sum = {big.total(), mid.total(), small.total(), 0};
   const double all = sum.big + sum.mid;
   return {sum.big, sum.mid, sum.small, all - all == 0 ? 0 : count_nonfinite(x, size)};
 }

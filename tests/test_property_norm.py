@@ -8,6 +8,7 @@ import numpy as np
 import optax_globalclip as ogc
 import oracle
 import programs
+import pytest
 import trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,6 +90,14 @@ def test_the_norm_of_many_elements_keeps_its_last_bit(seed, size, exponent):
   leaf = (np.random.default_rng(seed).standard_normal(size) * 2.0**exponent).astype(np.float32)
   with on("native"):
     check(ogc.global_norm([leaf]), [leaf], 1)
+
+
+@pytest.mark.parametrize("value", [0.7, 0.1, 1 / 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_float64_norm_of_equal_elements_keeps_all_but_its_last_bits(value, dtype):
+  with on("native"), jax.enable_x64(True):
+    tree = [np.full(20_000, value, dtype), np.zeros(1)]
+    assert oracle.ulps(ogc.global_norm(tree), oracle.norm(tree)) <= 4
 
 
 @settings(max_examples=8)
