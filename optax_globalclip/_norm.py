@@ -123,7 +123,8 @@ def _narrow(x: jax.Array, dtype) -> jax.Array:
 def _over(numerator: jax.Array, norm: jax.Array) -> jax.Array:
   """`numerator / norm`, and 0 where the norm is 0: the derivative there, as for `optax.safe_norm`."""
   positive = norm != 0
-  return jnp.where(positive, numerator / jnp.where(positive, norm, jnp.ones_like(norm)), jnp.zeros_like(numerator))
+  quotient = _reference.divide(numerator, jnp.where(positive, norm, jnp.ones_like(norm)))
+  return jnp.where(positive, quotient, jnp.zeros_like(numerator))
 
 
 def _norm_tangents(norms, loss_scale, leaves, d_loss_scale, d_leaves, options):
@@ -133,8 +134,9 @@ def _norm_tangents(norms, loss_scale, leaves, d_loss_scale, d_leaves, options):
   by_leaf = norms[1:] if options.leaf_norms else [norms[0]] * len(leaves)
   of_leaves = []
   for x, dx, norm in zip(leaves, d_leaves, by_leaf):
-    unit = _over(_wide(x, dtype) / s, norm)
-    of_leaves.append(jnp.sum(unit * (_wide(dx, dtype) / s)))
+    x = _wide(x, dtype)
+    unit = _over(_reference.divide(x, s), norm)
+    of_leaves.append(jnp.sum(unit * _reference.divide(_wide(dx, dtype), s, like=x)))
   of_leaves = _partition.sum_shards(of_leaves, leaves, options)
   if not options.leaf_norms:
     return sum(of_leaves, jnp.zeros((), dtype))[None] - norms * (ds / s)
@@ -201,7 +203,8 @@ def _clip_function(options: Options) -> Callable:
     for i, (x, dx) in enumerate(zip(leaves, d_leaves)):
       norm, d_norm = (norms[1 + i], d_norms[1 + i]) if options.per_leaf else (norms[0], d_norms[0])
       factor = jnp.where(norm <= max_norm, jnp.ones_like(norm), _over(max_norm, norm))
-      x, dx = _wide(x, dtype) / s, _wide(dx, dtype) / s
+      x = _wide(x, dtype)
+      x, dx = _reference.divide(x, s), _reference.divide(_wide(dx, dtype), s, like=x)
       along = jnp.where(norm <= max_norm, jnp.zeros_like(norm), d_max - factor * d_norm)
       dy = factor * (dx - x * (ds / s)) + _over(x, norm) * along
       dy = _narrow(jnp.where(bad, fill, dy), clipped[i].dtype)

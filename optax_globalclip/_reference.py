@@ -186,7 +186,7 @@ def finish(row, any_nonfinite, max_norm, loss_scale, *, on_nonfinite):
   root = jnp.where(hi > 0, root + ((hi - square) - error + lo) / (jnp.asarray(2, dtype) * root), root)
   scale_mantissa, scale_exponent = _frexp(loss_scale.astype(dtype))
   norm = jnp.where(root == 0, zero, _ldexp(root / scale_mantissa, exponent - scale_exponent))
-  max_mantissa, max_exponent = _frexp(max_norm)
+  max_mantissa, max_exponent = _frexp(jnp.abs(max_norm))  # -0 is 0
 
   def op(mode, a, b=one):
     return jnp.stack([jnp.asarray(mode, dtype), a, b])
@@ -201,7 +201,7 @@ def finish(row, any_nonfinite, max_norm, loss_scale, *, on_nonfinite):
   result = jnp.where(unclipped & (scale_mantissa != 0.5), op(DIVIDE, loss_scale.astype(dtype)), result)
   result = jnp.where(unclipped & (loss_scale == 1), op(KEEP, one), result)
   result = jnp.where(any_nonfinite, op(FILL, zero if on_nonfinite == ZERO else nan), result)
-  bad_scale = ~((loss_scale > 0) & jnp.isfinite(loss_scale))
+  bad_scale = ~((loss_scale >= jnp.finfo(np.float32).tiny) & jnp.isfinite(loss_scale))  # a subnormal one is 0 to XLA
   result = jnp.where(bad_scale | ~(max_norm >= 0), op(FILL, nan), result)
   return jnp.where(bad_scale, nan, norm), result
 
@@ -236,6 +236,19 @@ def op_of(ops: jax.Array, i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   return tuple(lax.squeeze(lax.slice(ops, (i, j), (i + 1, j + 1)), (0, 1)) for j in range(3))
 
 
+def divide(x: jax.Array, scalar: jax.Array, like: jax.Array | None = None) -> jax.Array:
+  """`x / scalar` for each element of a real or complex `x`, rounded once.
+
+  XLA turns a division by a scalar into a multiplication by its reciprocal, which rounds twice and flushes 1 / 2^127 to
+  zero; a denominator that looks different for every element stays one. It is made from `like` where `x` is a tangent,
+  in which the result has to be linear.
+  """
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    return lax.complex(divide(x.real, scalar), divide(x.imag, scalar))
+  like = x if like is None else like
+  return x / jnp.where(like == like, scalar.astype(x.dtype), jnp.ones_like(x))
+
+
 def scale(leaf: jax.Array, op, out_dtype, *, divides: bool, zeroes: bool) -> jax.Array:
   """The op (T[3], or its three numbers) applied to every element, computed in T and rounded once to `out_dtype`.
 
@@ -249,9 +262,7 @@ def scale(leaf: jax.Array, op, out_dtype, *, divides: bool, zeroes: bool) -> jax
   x = leaf.astype(a.dtype)
   y = x * a * b
   if divides:
-    # A denominator that looks different for every element: XLA turns a division by a scalar into a multiplication by
-    # its reciprocal, which rounds twice and flushes 1 / 2^127 to zero.
-    y = lax.select(mode == DIVIDE, x / jnp.where(x == x, a, jnp.ones_like(x)), y)
+    y = lax.select(mode == DIVIDE, divide(x, a), y)
   if zeroes:
     y = lax.select((mode == FILL) & (a == 0), jnp.zeros_like(y), y)
   return lax.select(mode == KEEP, leaf.astype(out_dtype), y.astype(out_dtype))
