@@ -4,6 +4,7 @@ Only the path that is taken is ever traced: a branch for each platform, as `lax.
 trace the reference for every leaf of every tree.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -37,11 +38,11 @@ def scale_stage(platform: str | None, scale_stage: str, leaves) -> str:
     return "xla"
   if scale_stage != "auto":
     return scale_stage
-  # On a GPU XLA folds the scale into an elementwise optimizer's loops for free and fuses those of many leaves into one,
-  # where the kernel reads and writes everything once more and keeps them apart: chain(clip, adamw) over 148 leaves takes
-  # 20 launches with "xla" and 153 with "kernel" (600 leaves: 55 and 614), however large they are. Compile time is
-  # optax's, and grows with the leaves; past this many the kernel keeps it down.
-  return "kernel" if platform == "cpu" or len(leaves) > _XLA_SCALED_LEAVES else "xla"
+  # XLA folds the scale into an elementwise optimizer's loops for free, where the kernel reads and writes everything once
+  # more, and copies it first where it is not donated. On a GPU XLA also fuses the loops of many leaves into one:
+  # chain(clip, adamw) over 148 leaves takes 20 launches with "xla" and 153 with "kernel" (600 leaves: 55 and 614),
+  # however large they are. Compile time is optax's, and grows with the leaves; past this many the kernel keeps it down.
+  return "kernel" if len(leaves) > _XLA_SCALED_LEAVES else "xla"
 
 
 def scale_leaves(platform, ops, leaves, *, per_leaf, stage, out_dtypes, divides, zeroes):
@@ -111,6 +112,15 @@ def _define(name: str, run: Callable, results: Callable) -> Callable:
       return mlir.lower_fun(run_chosen, multiple_results=True)(ctx, *operands)
     return rule
 
+  @functools.lru_cache(maxsize=None)
+  def compiled(**params):
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+  def run_now(*args, **params):
+    with jax.disable_jit(False):  # a primitive is compiled also where the functions around it are not
+      return compiled(**params)(*args)
+
+  primitive.def_impl(run_now)
   primitive.def_abstract_eval(abstract_eval)
   for platform in _native.PLATFORMS:
     mlir.register_lowering(primitive, lower_for(platform), platform=platform)

@@ -10,8 +10,10 @@ import optax_globalclip as ogc
 def clip(path, per_leaf=False, monitor=True, **options):
   """`(tree, max_norm, **extra) -> (updates, metrics)` on the path that the fixture of that name has put in force.
 
-  Without a monitor, which needs the norm of each leaf too, the metrics are `None`."""
+  Where there is native code it scales too, unless `scale_stage` says otherwise. Without a monitor, which needs the norm
+  of each leaf, the metrics are `None`."""
   del path  # part of the key: the path is chosen when a program is traced
+  options = dict(scale_stage="kernel") | options
   make = ogc.per_tensor_clip if per_leaf else ogc.global_clip
   @jax.jit
   def run(tree, max_norm, **extra):

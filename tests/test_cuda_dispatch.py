@@ -65,9 +65,11 @@ def test_a_file_that_is_no_library_is_refused(installed, tmp_path):
   assert not found.available and "does not load" in found.reason
 
 
+@pytest.mark.parametrize("platform", _native.PLATFORMS)
 @pytest.mark.parametrize("leaves, want", [(1, "xla"), (148, "xla"), (2000, "xla"), (2001, "kernel")])
-def test_auto_scales_in_xla_on_cuda_but_for_very_many_leaves(leaves, want):
+def test_auto_scales_in_xla_but_for_very_many_leaves(platform, leaves, want):
   leaves = [jax.ShapeDtypeStruct((768,), jnp.float32)] * leaves
-  assert _platform.scale_stage("cuda", "auto", leaves) == want
-  assert _platform.scale_stage("cuda", "kernel", leaves) == "kernel"
-  assert _platform.scale_stage("cuda", "xla", leaves) == "xla"
+  assert _platform.scale_stage(platform, "auto", leaves) == want
+  assert _platform.scale_stage(platform, "kernel", leaves) == "kernel"
+  assert _platform.scale_stage(platform, "xla", leaves) == "xla"
+  assert _platform.scale_stage(None, "auto", leaves) == "xla"

@@ -21,8 +21,8 @@ NORM = 7.0  # 25 + 6 * 4 = 49
 MONITORED = ogc.global_clip(1.0, monitor=True)
 
 
-def clip(tree, max_norm=1.0):
-  return ogc.global_clip(max_norm).update(tree, optax.EmptyState())[0]
+def clip(tree, max_norm=1.0, scale_stage="kernel"):
+  return ogc.global_clip(max_norm, scale_stage=scale_stage).update(tree, optax.EmptyState())[0]
 
 
 def expect(updates, factor=1 / NORM):
@@ -108,6 +108,38 @@ def test_a_clip_inside_a_loop_whose_length_is_data(path):
   def run(tree, n):
     return jax.lax.fori_loop(0, n, lambda i, t: clip(t, 7.0 / (i + 2)), tree)
   expect(run(TREE, 3), 1 / 4)
+
+
+def test_outside_of_jit_a_rematerialised_clip_runs_too(path):
+  gradient = jax.grad(jax.checkpoint(lambda tree: ogc.global_norm(clip(tree, 0.5))))(TREE)
+  jax.tree.map(lambda g: np.testing.assert_allclose(g, np.zeros_like(g), atol=1e-6), gradient)
+  norm = jax.checkpoint(ogc.global_norm)(TREE)
+  np.testing.assert_allclose(norm, NORM, rtol=1e-6)
+
+
+def test_with_jit_disabled_everything_runs(path):
+  with jax.disable_jit():
+    np.testing.assert_allclose(ogc.global_norm(TREE), NORM, rtol=1e-6)
+    expect(clip(TREE))
+    tx = ogc.clipped_multi_steps(optax.identity(), 1.0, monitor=True)
+    expect(tx.update(TREE, tx.init(TREE), TREE)[0])
+
+
+@pytest.mark.parametrize("make", [ogc.global_clip, lambda m, **o: ogc.clipped_multi_steps(optax.identity(), m, **o)],
+                         ids=["global_clip", "clipped_multi_steps"])
+def test_finite_gradients_pass_under_debug_nans(make, path):
+  tx = make(1.0, monitor=True)
+  state = tx.init(TREE)
+  with jax.debug_nans(True):
+    expect(tx.update(TREE, state, TREE)[0])
+
+
+@pytest.mark.parametrize("scale", [1e-37, 1.0, 1e37, 6e37])
+def test_derivatives_are_right_up_to_the_largest_norms(scale, path):
+  x = np.array([3, 4], np.float32) * np.float32(scale)  # the norm's reciprocal is subnormal from 2^126 on
+  np.testing.assert_allclose(jax.grad(lambda x: ogc.global_norm([x]))(x), [0.6, 0.8], rtol=1e-5)
+  jacobian = jax.jacobian(lambda x: clip([x], np.float32(2 * scale))[0])(x)
+  np.testing.assert_allclose(jacobian, 0.4 * np.array([[0.64, -0.48], [-0.48, 0.36]]), rtol=1e-5)
 
 
 def test_a_rematerialised_clip_has_the_same_gradient(path):
@@ -335,8 +367,9 @@ def targets(text):
 def test_148_leaves_are_one_native_call(monkeypatch):
   monkeypatch.setenv("OPTAX_GLOBALCLIP_BACKEND", "native")
   tree = [np.ones(8, np.float32)] * 148
-  assert targets(jax.jit(lambda t: clip(t)).lower(tree).as_text()) == {"optax_globalclip_clip_cpu_v1": 1}
-  assert targets(jax.jit(lambda t: ogc.global_norm(t)).lower(tree).as_text()) == {"optax_globalclip_norm_cpu_v1": 1}
+  for function, target in ((clip, "clip"), (lambda t: clip(t, scale_stage="auto"), "norm"), (ogc.global_norm, "norm")):
+    found = targets(jax.jit(lambda t: function(t)).lower(tree).as_text())
+    assert found == {f"optax_globalclip_{target}_cpu_v1": 1}
 
 
 def test_the_reference_path_makes_no_native_call(monkeypatch):
