@@ -30,7 +30,7 @@ class ClipState(NamedTuple):
   leaf_metrics: LeafMetrics | None = None
 
 
-def check_number(name: str, value: Any) -> None:
+def check_number(name: str, value: Any, hint: str = "") -> None:
   """A Python or NumPy scalar, or a JAX scalar of any float or int type; raises `TypeError` otherwise."""
   if isinstance(value, jax.Array):
     good = value.ndim == 0 and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
@@ -41,7 +41,7 @@ def check_number(name: str, value: Any) -> None:
                                 or (isinstance(value, int) and not isinstance(value, bool)))
     got = repr(value)
   if not good:
-    raise TypeError(f"{name}: expected a number (a scalar of a float or int type), got {got}")
+    raise TypeError(f"{name}: expected a number (a scalar of a float or int type{hint}), got {got}")
 
 
 def to_float(value: Any) -> float:
@@ -59,12 +59,13 @@ def check_max_norm(max_norm: Any) -> None:
 
 
 def check_loss_scale(loss_scale: Any) -> None:
-  check_number("loss_scale", loss_scale)
+  check_number("loss_scale", loss_scale, "; clipped_multi_steps takes a DynamicLossScale too")
   if not isinstance(loss_scale, jax.Array):
     with np.errstate(over="ignore"):
       as_float32 = np.float32(to_float(loss_scale))
-    if not 0 < as_float32 < np.inf:
-      raise ValueError(f"loss_scale: expected a positive number that is finite in float32, got {loss_scale!r}")
+    if not np.finfo(np.float32).tiny <= as_float32 < np.inf:
+      raise ValueError("loss_scale: expected a positive number that is finite and not subnormal in float32, got "
+                       f"{loss_scale!r}")
 
 
 def as_scalar(value: Any, dtype) -> jax.Array:
@@ -139,7 +140,7 @@ def clip_factor(norms, max_norm, nonfinite_factor, any_nonfinite):
   """The smallest factor of those that `norms` and `max_norm` give: max_norm / norm where the norm is above it, else 1."""
   factors = jnp.where(norms <= max_norm, jnp.ones_like(norms), max_norm / norms)
   smallest = jnp.min(factors, initial=1)
-  return jnp.where(any_nonfinite, jnp.asarray(nonfinite_factor, norms.dtype), smallest)
+  return jnp.where(any_nonfinite, np.asarray(nonfinite_factor, norms.dtype), smallest)
 
 
 def monitored(state: ClipState, norm, judged, bad, max_norm, *, zeroes: bool) -> ClipState:
@@ -159,8 +160,8 @@ def monitored(state: ClipState, norm, judged, bad, max_norm, *, zeroes: bool) ->
 
 
 def init_monitor(params: Any, *, leaves: bool) -> ClipState:
-  wide = any(getattr(leaf, "dtype", None) in (np.float64, np.complex128) for leaf in jax.tree.leaves(params))
-  dtype = np.float64 if wide else np.float32
+  dtypes = (getattr(leaf, "dtype", None) or jax.dtypes.canonicalize_dtype(type(leaf)) for leaf in jax.tree.leaves(params))
+  dtype = np.float64 if any(dtype in (np.float64, np.complex128) for dtype in dtypes) else np.float32
   metrics = None
   if leaves:
     keyed = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -243,7 +244,8 @@ def global_clip(
   1. The norm is right in every dtype and at every magnitude (there: inf for float16 [2000] * 9 and float32 [1e20] * 4,
      0 for float16 [1e-4] * 4, half of it for 1,024 bfloat16 leaves of [1]).
   2. At or below `max_norm` every update comes back bit for bit.
-  3. A non-finite element makes every update NaN (there: zeros beside one NaN), or does what `on_nonfinite` says.
+  3. A non-finite element makes every update NaN (there an infinite one: zeros beside one NaN), or does what
+     `on_nonfinite` says.
   4. The gradients may be those of a scaled loss: with `loss_scale` s they are divided by s, rounded once, and `max_norm`
      speaks of the true gradients.
 
@@ -258,8 +260,9 @@ def global_clip(
       `JaxRuntimeError` under `jit`; costs a host round trip each step.
     monitor: keep a `ClipState` for `clip_metrics` and `leaf_report` instead of `optax.EmptyState`.
     update_dtype: the dtype of the updates, instead of each leaf's own.
-    scale_stage: "kernel" scales in place in native code; "xla" leaves the scaling to XLA, which folds it into an
-      elementwise optimizer that follows; "auto" chooses (BUILD.md has the rule).
+    scale_stage: "kernel" scales in place in native code, and touches nothing where nothing is clipped: for a clip on its
+      own, as `clip_tree` is. "xla" leaves the scaling to XLA, which folds it into an elementwise optimizer that follows.
+      "auto" chooses (BUILD.md has the rule).
     axis_name: inside `shard_map` with `check_vma=False` or `pmap`, the axes over which leaves are sharded: a name, a
       tuple of names, or a tree of those that is a prefix of the updates. Without it each device's leaves are taken for
       whole there, as they are after `pmean`. Under `check_vma=True` types say it, and `axis_name` can only restrict it.

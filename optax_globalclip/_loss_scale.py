@@ -55,9 +55,9 @@ class DynamicLossScale:
       if isinstance(value, bool) or not isinstance(value, expected):
         kind = "an int" if field.name == "growth_interval" else "a number"
         raise TypeError(f"DynamicLossScale: {field.name}: expected {kind}, got {value!r}")
-      if not (0 < value and math.isfinite(value) and value < 2.0**128):
-        raise ValueError(f"DynamicLossScale: {field.name}: expected a positive number that is finite in float32, "
-                         f"got {value!r}")
+      if not (2.0**-126 <= value and math.isfinite(value) and value < 2.0**128):
+        raise ValueError(f"DynamicLossScale: {field.name}: expected a positive number that is finite and not subnormal in "
+                         f"float32, got {value!r}")
     if not self.minimum <= self.initial <= self.maximum:
       raise ValueError(f"DynamicLossScale: expected minimum <= initial <= maximum, got {self.minimum}, {self.initial}, "
                        f"{self.maximum}")

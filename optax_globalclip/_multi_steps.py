@@ -40,6 +40,11 @@ def _run_if(condition: jax.Array | bool, body: Callable, carry: Any) -> Any:
   return lax.while_loop(lambda state: state[0], once, (condition, carry))[1]
 
 
+def _if(condition: jax.Array, x: jax.Array) -> jax.Array:
+  """`x` where the condition holds, else zeros: laid out as `x`, also where that is a constant to the tracer."""
+  return jnp.where(condition, x, np.zeros((), x.dtype))
+
+
 def _dtype(leaf: Any) -> np.dtype:
   return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", type(leaf)), allow_extended_dtype=True)
 
@@ -67,13 +72,6 @@ def _widen(leaf: Any, dtype: np.dtype | None) -> Any:
   return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf, dtype)
 
 
-def _divide(x: jax.Array, scale: jax.Array) -> jax.Array:
-  """`x / scale`, rounded once: a denominator of the same shape, which XLA cannot turn into a reciprocal."""
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    return lax.complex(_divide(x.real, scale), _divide(x.imag, scale))
-  return x / jnp.where(x == x, scale.astype(x.dtype), jnp.ones_like(x))
-
-
 def _check_every_k(every_k: Any) -> None:
   if callable(every_k):
     return
@@ -96,9 +94,9 @@ def _check_weight(weight: Any) -> None:
 
 
 def _check_boundary(boundary: Any) -> None:
-  if np.shape(boundary) or _dtype(boundary) != np.bool_:
-    raise TypeError(f"boundary: expected a bool or a bool scalar, got dtype {_dtype(boundary)}, shape "
-                    f"{np.shape(boundary)}")
+  if not isinstance(boundary, bool) and (np.shape(boundary) or getattr(boundary, "dtype", None) != np.bool_):
+    got = f"dtype {boundary.dtype}, shape {np.shape(boundary)}" if hasattr(boundary, "dtype") else repr(boundary)
+    raise TypeError(f"boundary: expected a bool or a bool scalar, got {got}")
 
 
 def _valid_or_nan(value: jax.Array, lowest_is_valid: bool) -> jax.Array:
@@ -181,6 +179,8 @@ def clipped_multi_steps(
   References:
     Micikevicius et al., "Mixed precision training", 2018; Pascanu, Mikolov, Bengio, 2013, algorithm 1.
   """
+  if not (hasattr(inner, "init") and hasattr(inner, "update")):
+    raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}")
   inner = optax.with_extra_args_support(inner)
   _clip.check_max_norm(max_norm)
   _clip.check_choice("on_nonfinite", on_nonfinite, _POLICIES)
@@ -213,6 +213,7 @@ def clipped_multi_steps(
 
   def update_fn(updates, state, params=None, *, loss_scale=None, weight=None, boundary=None, **extra):
     leaves = _norm.split_leaves(updates)
+    _check_state(state, accumulates, monitor, leaves)
     if loss_scale is not None:
       _clip.check_loss_scale(loss_scale)
       scale = _clip.as_scalar(loss_scale, np.float32)
@@ -247,9 +248,10 @@ def clipped_multi_steps(
         divisor = jnp.where(jnp.isnan(added), added, divisor)
         measures = weight != 0
     limit = _clip.as_scalar(max_norm, _reference.norm_dtype(gradients))
-    options = _norm.Options(on_nonfinite=_POLICIES[on_nonfinite], leaf_norms=monitor or on_nonfinite == "raise",
-                            divides=accumulates or scale is not None, out_dtypes=tuple(wide_dtypes),
-                            **_partition.place(leaves, axis_name, mesh, specs))
+    # Accumulators stand in buffers of their own: where nothing is clipped, the kernel leaves them alone.
+    options = _norm.Options(stage="kernel" if accumulates else "auto", on_nonfinite=_POLICIES[on_nonfinite],
+                            leaf_norms=monitor or on_nonfinite == "raise", divides=accumulates or scale is not None,
+                            out_dtypes=tuple(wide_dtypes), **_partition.place(leaves, axis_name, mesh, specs))
 
     def run_inner(carry):
       clipped, inner_state = carry
@@ -273,12 +275,12 @@ def clipped_multi_steps(
     runs = measures & ~bad if on_nonfinite == "skip" else measures
     if on_nonfinite == "raise":
       _clip.raise_if(leaves.paths, nonfinite)
-    out = [jnp.where(runs, x, jnp.zeros_like(x)).astype(dtype) for x, dtype in zip(buffers, out_dtypes)]
+    out = [_if(runs, x).astype(dtype) for x, dtype in zip(buffers, out_dtypes)]
 
     def moved_if(condition, new, old):
       return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
     def passed_through(leaf):
-      return leaf if _dtype(leaf) == jax.dtypes.float0 else jnp.where(runs, leaf, jnp.zeros_like(leaf))
+      return leaf if _dtype(leaf) == jax.dtypes.float0 else _if(runs, jnp.asarray(leaf))
     closed = _clip.monitored(state.clip_state, norms[0], norms[:1], bad, limit, zeroes=on_nonfinite in ("zero", "skip"))
     if monitor:
       closed = _clip.monitored_leaves(closed, norms[1:], nonfinite)
@@ -297,6 +299,18 @@ def clipped_multi_steps(
         clip_state=moved_if(measures, closed, state.clip_state))
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_state(state: Any, accumulates: bool, monitor: bool, leaves: _norm.Leaves) -> None:
+  if not isinstance(state, ClippedMultiStepsState):
+    raise TypeError(f"state: expected the ClippedMultiStepsState that init returned, got {type(state).__name__}")
+  again = "call init again (what inner has learned may be kept: new._replace(inner_state=old.inner_state))"
+  holds = bool(jax.tree.leaves(state.accumulators))
+  if holds != (accumulates and bool(leaves.arrays or holds)):
+    made, wanted = ("above 1", "1") if holds else ("1", "above 1")
+    raise ValueError(f"state: made with every_k {made}, expected one made with every_k {wanted}: {again}")
+  if monitor != (state.clip_state.leaf_metrics is not None):
+    raise ValueError(f"state: made with monitor={not monitor}, expected one made with monitor={monitor}: {again}")
 
 
 def _wide_dtypes(leaves: _norm.Leaves, like: Any) -> list[np.dtype]:
@@ -331,11 +345,11 @@ def _accumulated(leaves: _norm.Leaves, state: ClippedMultiStepsState, scale, wei
   for gradient, accumulator in zip(leaves.arrays, accumulators):
     x = gradient.astype(accumulator.dtype)
     if scale is not None:
-      x = _divide(x, scale)
+      x = _reference.divide(x, scale)
     if weight is not None:
-      x = jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
+      x = _if(weight != 0, x * weight.astype(x.dtype))
     # What the last window left is cleared here rather than when it ended, which saves a pass over the accumulators.
-    out.append(jnp.where(state.micro_step == 0, jnp.zeros_like(x), accumulator) + x)
+    out.append(_if(state.micro_step != 0, accumulator) + x)
   return out
 
 

@@ -86,8 +86,9 @@ def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
   """
   states = find_states(opt_state, ClipState)
   if len(states) != 1:
-    raise ValueError(f"clip_metrics: expected one monitored clip in the optimizer state, found {len(states)} "
-                     "(global_clip and per_tensor_clip record only with monitor=True)")
+    raise ValueError(f"clip_metrics: expected an optimizer state with one monitored clip, found {len(states)} in a "
+                     f"{type(opt_state).__name__} (clipped_multi_steps always records, global_clip and per_tensor_clip "
+                     "with monitor=True)")
   metrics = {name: plain(value) for name, value in states[0]._asdict().items() if name != "leaf_metrics"}
   scales = find_states(opt_state, LossScaleState)
   if len(scales) == 1:
@@ -123,6 +124,12 @@ def _is_optimizer_state(tree: Any) -> bool:
   return any(is_state(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_state))
 
 
+def _check_concrete(arrays: list[jax.Array]) -> None:
+  if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    raise TypeError("leaf_report: expected concrete arrays, got traced ones: call it outside of jit, on the state or the "
+                    "gradients that came out")
+
+
 _WITH_MONITOR = "global_clip, per_tensor_clip and clipped_multi_steps record leaves with monitor=True"
 
 
@@ -140,7 +147,7 @@ def leaf_report(opt_state_or_tree: Any) -> LeafReport:
 
   Raises:
     ValueError: for a state that records no leaves, or for several that do.
-    TypeError: for a leaf of a dtype that `global_norm` does not know, naming its path.
+    TypeError: for a leaf of a dtype that `global_norm` does not know, naming its path; inside `jit`.
 
   Examples:
     >>> import jax.numpy as jnp, optax_globalclip as ogc
@@ -156,12 +163,18 @@ def leaf_report(opt_state_or_tree: Any) -> LeafReport:
     if len(recorded) != 1:
       raise ValueError("leaf_report: expected one clip that records leaves in the optimizer state, found "
                        f"{len(recorded)} ({_WITH_MONITOR})")
-    norms, nonfinite, encoded = (np.asarray(plain(field)) for field in recorded[0])
+    fields = [plain(field) for field in recorded[0]]
+    _check_concrete(fields)
+    norms, nonfinite, encoded = map(np.asarray, fields)
+    if norms.ndim != 1:
+      raise ValueError(f"leaf_report: expected the state of one optimizer, got a batch of shape {norms.shape[:-1]}: take "
+                       "a member, jax.tree.map(lambda x: x[i], opt_state)")
     paths = encoded.tobytes().decode().split("\n") if norms.size else []
   elif _is_optimizer_state(opt_state_or_tree):
     raise ValueError(f"leaf_report: the optimizer state holds no monitored clip ({_WITH_MONITOR})")
   else:
     leaves = _norm.split_leaves(opt_state_or_tree)
+    _check_concrete(leaves.arrays)
     norms, nonfinite = (np.asarray(x) for x in _norm.measure(leaves.arrays, np.float32(1)))
     norms, paths = norms[1:], leaves.short_paths
   norms = norms.astype(np.float64)

@@ -58,6 +58,13 @@ def test_any_other_number_is_a_max_norm(value, path):
   assert norm == 5
 
 
+@pytest.mark.parametrize("per_leaf", [False, True])
+def test_a_max_norm_of_minus_zero_is_zero_and_flips_no_sign(per_leaf, path):
+  updates, _ = programs.clip(path, per_leaf=per_leaf)(TREE, jnp.float32(-0.0))
+  np.testing.assert_array_equal(np.signbit(updates["w"]), np.signbit(TREE["w"]))
+  assert np.all(updates["w"] == 0)
+
+
 def test_a_max_norm_beyond_the_dtype_of_the_norm_never_clips(path):
   tree = [np.full(4, 3e38, np.float32)]
   for limit in (1e39, 1e300, 10**60, np.inf):

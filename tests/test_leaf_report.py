@@ -63,6 +63,22 @@ def test_a_window_without_a_monitor_is_an_error_that_names_it():
     ogc.leaf_report(tx.init(_tree()))
 
 
+def test_of_a_batch_of_states_one_has_to_be_taken():
+  tx = ogc.global_clip(1.0, monitor=True)
+  gradients = {"w": jnp.ones((3, 2))}
+  states = jax.vmap(tx.update)(gradients, jax.vmap(tx.init)(gradients))[1]
+  with pytest.raises(ValueError, match="got a batch of shape \\(3,\\): take a member"):
+    ogc.leaf_report(states)
+  assert ogc.leaf_report(jax.tree.map(lambda x: x[1], states)).rows[0].path == "w"
+
+
+@pytest.mark.parametrize("what", [lambda state, tree: state, lambda state, tree: tree], ids=["state", "tree"])
+def test_inside_jit_it_is_an_error_that_says_so(what):
+  tx = ogc.global_clip(1.0, monitor=True)
+  with pytest.raises(TypeError, match="leaf_report: expected concrete arrays"):
+    jax.jit(lambda state, tree: len(ogc.leaf_report(what(state, tree)).rows))(tx.init(_tree()), _tree())
+
+
 def test_it_prints_as_a_table():
   lines = str(ogc.leaf_report({"w": jnp.array([3.0, 4.0])})).splitlines()
   assert lines[0].split() == ["leaf", "norm", "share", "non-finite"]

@@ -9,6 +9,7 @@ import pytest
 import windows
 
 NAN, INF = np.nan, np.inf
+PARAMS = [np.zeros(2, np.float32)]
 
 
 def make(inner=None, max_norm=10.0, **options):
@@ -34,7 +35,8 @@ def f32(*values):
     (dict(loss_scale=-2.0), ValueError, "loss_scale"),
     (dict(loss_scale=INF), ValueError, "loss_scale"),
     (dict(loss_scale=2.0**128), ValueError, "loss_scale"),
-    (dict(loss_scale="dynamic"), TypeError, "loss_scale"),
+    (dict(loss_scale=1e-40), ValueError, "loss_scale: expected .* not subnormal"),
+    (dict(loss_scale="dynamic"), TypeError, "loss_scale.*DynamicLossScale"),
     (dict(loss_scale=ogc.DynamicLossScale), TypeError, "loss_scale"),
     (dict(on_nonfinite="ignore"), ValueError, "'skip', 'propagate', 'raise', 'zero'"),
     (dict(update_dtype="float7"), TypeError, "update_dtype"),
@@ -374,3 +376,31 @@ def test_raise_under_jit_is_a_runtime_error_that_says_the_same(path, every_k):
       updates, state = update({"a": f32(1, 1), "b": f32(NAN)}, state, params)
     jax.block_until_ready(updates)
     jax.effects_barrier()
+
+
+@pytest.mark.parametrize("state, got", [
+    (None, "NoneType"), ({"accumulators": None}, "dict"), (optax.adamw(1e-3).init(PARAMS), "tuple"),
+    (optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS), "MultiStepsState")], ids=["none", "dict", "adamw", "MultiSteps"])
+def test_another_state_is_refused_by_its_name(state, got):
+  tx = ogc.clipped_multi_steps(optax.sgd(0.1), 1.0, every_k=2)
+  with pytest.raises(TypeError, match=f"state: expected the ClippedMultiStepsState that init returned, got {got}"):
+    tx.update(PARAMS, state, PARAMS)
+
+
+@pytest.mark.parametrize("made, wanted, words", [
+    (dict(every_k=1), dict(every_k=2), "made with every_k 1, expected one made with every_k above 1"),
+    (dict(every_k=2), dict(every_k=1), "made with every_k above 1, expected one made with every_k 1"),
+    (dict(monitor=True), {}, "made with monitor=True, expected one made with monitor=False"),
+    ({}, dict(monitor=True), "made with monitor=False, expected one made with monitor=True")], ids=str)
+def test_a_state_made_with_other_options_is_refused(made, wanted, words):
+  old = ogc.clipped_multi_steps(optax.sgd(0.1, momentum=0.9), 1.0, **made).init(PARAMS)
+  tx = ogc.clipped_multi_steps(optax.sgd(0.1, momentum=0.9), 1.0, **wanted)
+  with pytest.raises(ValueError, match=f"state: {words}: call init again"):
+    tx.update(PARAMS, old, PARAMS)
+  tx.update(PARAMS, tx.init(PARAMS)._replace(inner_state=old.inner_state), PARAMS)
+
+
+@pytest.mark.parametrize("inner", [1.0, optax.adamw, None])
+def test_an_inner_that_is_no_transformation_is_refused(inner):
+  with pytest.raises(TypeError, match="inner: expected an optax.GradientTransformation, got"):
+    ogc.clipped_multi_steps(inner, 1.0)

@@ -62,16 +62,16 @@ def test_a_window_of_one_costs_what_global_clip_costs(path, standard_promotion):
   assert jax.tree.leaves(jax.eval_shape(tx.init, PARAMS).accumulators) == []
 
 
-@pytest.mark.parametrize("options", [
-    dict(every_k=4),
-    dict(every_k=1, loss_scale=ogc.DynamicLossScale()),
-    dict(every_k=4, loss_scale=ogc.DynamicLossScale(), on_nonfinite="zero"),
-    dict(every_k=lambda step: 2 + step, on_nonfinite="propagate"),
+@pytest.mark.parametrize("call, options", [
+    ("clip", dict(every_k=4)),
+    ("norm", dict(every_k=1, loss_scale=ogc.DynamicLossScale())),
+    ("clip", dict(every_k=4, loss_scale=ogc.DynamicLossScale(), on_nonfinite="zero")),
+    ("clip", dict(every_k=lambda step: 2 + step, on_nonfinite="propagate")),
 ])
-def test_one_native_call_yields_norm_check_and_factor(monkeypatch, options):
+def test_one_native_call_yields_norm_check_and_factor(monkeypatch, call, options):
   monkeypatch.setenv("OPTAX_GLOBALCLIP_BACKEND", "native")
   compiled = compiled_step(ogc.clipped_multi_steps(optax.sgd(0.1, momentum=0.9), 1.0, **options))
-  assert native_calls(compiled) == ["clip"]
+  assert native_calls(compiled) == [call]
   assert "callback" not in compiled.as_text()
 
 
