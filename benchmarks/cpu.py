@@ -2,7 +2,7 @@
 
     python benchmarks/cpu.py                    # everything but what optax takes minutes to compile
     python benchmarks/cpu.py --optax-compile    # that too: 5,000 leaves beside optax
-    python benchmarks/cpu.py --only norm clip   # some of: norm clip leaves compile stages
+    python benchmarks/cpu.py --only norm clip   # some of: norm clip chain leaves compile stages
     python benchmarks/cpu.py --plot             # the figure alone, from the results already there
 
 Contenders take turns, A B C A B C ..., and what is reported is the median and the quartiles of the ratio within a turn:
@@ -143,6 +143,7 @@ def bench_clip(turns):
   shapes = gpt.leaf_shapes()
   tree = made(shapes)
   norm = jax.jit(ogc.global_norm)
+  ours = lambda limit: lambda tree: ogc.clip_tree(tree, limit)[0]
   contenders = {
       "norm alone": lambda: wait(norm(tree)),
       "optax_globalclip, clips": Donated(ours, shapes, 0.999), "optax, clips": Donated(stock, shapes, 0.999),
@@ -151,6 +152,38 @@ def bench_clip(turns):
   return summary(take_turns(contenders, turns), [
       ("optax_globalclip, clips", "optax, clips"), ("optax_globalclip, keeps", "optax, keeps"),
       ("optax_globalclip, keeps", "norm alone")])
+
+
+class Training:
+  """Calls adamw's step behind a clip, or alone, again and again; parameters and state are donated, gradients are not."""
+
+  def __init__(self, shapes, *clip, made_inside):
+    tx = optax.chain(*clip, optax.adamw(1e-3))
+    self.params, self.gradients = made(shapes, 0), made(shapes, 1)
+    self.state = tx.init(self.params)
+    def step(params, state, gradients):
+      if made_inside:
+        gradients = jax.lax.optimization_barrier([leaf + np.float32(1e-3) for leaf in gradients])
+      updates, state = tx.update(gradients, state, params)
+      return optax.apply_updates(params, updates), state
+    self.step = jax.jit(step, donate_argnums=(0, 1))
+
+  def __call__(self):
+    self.params, self.state = self.step(self.params, self.state, self.gradients)
+    wait(self.params)
+
+
+def bench_chain(turns):
+  shapes = gpt.leaf_shapes()
+  out = {}
+  for kind, made_inside in (("gradients given", False), ("gradients made inside", True)):
+    contenders = {
+        "optax_globalclip": Training(shapes, ogc.global_clip(1.0), made_inside=made_inside),
+        "optax": Training(shapes, optax.clip_by_global_norm(1.0), made_inside=made_inside),
+        "no clip": Training(shapes, made_inside=made_inside),
+    }
+    out[kind] = summary(take_turns(contenders, turns), [("optax_globalclip", "optax"), ("optax_globalclip", "no clip")])
+  return out
 
 
 STEPS = 50
@@ -249,11 +282,12 @@ STAGES = {
 
 
 def bench_stages(turns, n):
-  """Where the scaling is best done for `n` leaves of 768: to compile, and to run, of donated gradients and of gradients inside the program."""
+  """Where the scaling of `n` leaves of 768 is best done: to compile it, and to run it, donated or inside a program."""
   compiles, donated, inside = {}, {}, {}
   for name, (setting, options) in STAGES.items():
     if name == "one call" and n > 1500:
       continue  # compiling it takes minutes
+    options = dict(scale_stage="kernel") | options
     with constants(**setting):
       jax.clear_caches()
       donated[name] = Donated(lambda limit, options=options: ours(limit, **options), [(WIDTH,)] * n, 0.999)
@@ -273,13 +307,16 @@ def plot(results, path):
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt
   rows = []
-  def add(label, section, ours, theirs):
+  def add(label, section, ours, theirs, kind=None):
     if section in results:
-      found = next(r for r in results[section]["ratios"] if r["of"] == ours and r["to"] == theirs)
+      measured = results[section][kind] if kind else results[section]
+      found = next(r for r in measured["ratios"] if r["of"] == ours and r["to"] == theirs)
       rows.append((label, found))
   add("norm, 148 leaves, 92 M", "norm", "optax_globalclip", "optax")
-  add("clip, donated, clipping", "clip", "optax_globalclip, clips", "optax, clips")
-  add("clip, donated, not clipping", "clip", "optax_globalclip, keeps", "optax, keeps")
+  add("clip_tree, donated, clipping", "clip", "optax_globalclip, clips", "optax, clips")
+  add("clip_tree, donated, not clipping", "clip", "optax_globalclip, keeps", "optax, keeps")
+  add("chain(clip, adamw), gradients given", "chain", "optax_globalclip", "optax", "gradients given")
+  add("chain(clip, adamw), made inside", "chain", "optax_globalclip", "optax", "gradients made inside")
   for n in (1500, 5000):
     add(f"norm, {n:,} leaves of 768", f"leaves {n}", "norm, optax_globalclip", "norm, optax")
     add(f"clip, {n:,} leaves of 768", f"leaves {n}", "clip, optax_globalclip", "clip, optax")
@@ -305,7 +342,7 @@ def plot(results, path):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--only", nargs="+", choices=["norm", "clip", "leaves", "compile", "stages"])
+  parser.add_argument("--only", nargs="+", choices=["norm", "clip", "chain", "leaves", "compile", "stages"])
   parser.add_argument("--turns", type=int, default=21)
   parser.add_argument("--optax-compile", action="store_true")
   parser.add_argument("--plot", action="store_true")
@@ -314,12 +351,14 @@ def main():
   path = arguments.out / "cpu.json"
   results = json.loads(path.read_text()) if path.exists() else {}
   if not arguments.plot:
-    wanted = arguments.only or ["norm", "clip", "leaves", "compile", "stages"]
+    wanted = arguments.only or ["norm", "clip", "chain", "leaves", "compile", "stages"]
     sections = {}
     if "norm" in wanted:
       sections["norm"] = lambda: bench_norm(arguments.turns)
     if "clip" in wanted:
       sections["clip"] = lambda: bench_clip(arguments.turns)
+    if "chain" in wanted:
+      sections["chain"] = lambda: bench_chain(arguments.turns)
     for n in ((1500, 5000) if arguments.optax_compile else (1500,)) if "leaves" in wanted else ():
       sections[f"leaves {n}"] = lambda n=n: bench_leaves(arguments.turns, n)
     if "compile" in wanted:

@@ -21,6 +21,7 @@ import time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import gpt
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,7 +119,7 @@ def bench_h200(shapes):
   """Launches and bytes of a window, from programs compiled for an H200 without one; None where that cannot be done."""
   if importlib.util.find_spec("jax_cuda13_plugin") is None or not ogc.backend_info()["cuda"].startswith("native"):
     return None
-  import h200_deviceless   # sets what a deviceless compile needs in the environment
+  import h200_deviceless  # sets what a deviceless compile needs in the environment
   from jax.experimental import topologies
   from jax.sharding import SingleDeviceSharding
   topology = topologies.get_topology_desc("h200", "cuda", target_config=h200_deviceless.H200.read_text(),
@@ -130,9 +131,9 @@ def bench_h200(shapes):
   out = {}
   for name, make in CONTENDERS.items():
     compiled = compile_step(make(), params, place, lowering_platforms=("cuda",))
-    hlo = compiled.as_text()
+    text = compiled.as_text()
     # In a micro-step the loop that closes a window makes no trip.
-    boundary, micro_step = h200_deviceless.measure(hlo), h200_deviceless.measure(hlo.replace(" while(", " after-all("))
+    boundary, micro_step = hlo.measure(text), hlo.measure(text.replace(" while(", " after-all("))
     window = {key: round((EVERY_K - 1) * micro_step[key] + boundary[key], 1) for key in ("launches", "mb_clipped")}
     out[name] = dict(window=window, micro_step=micro_step, boundary=boundary,
                      temporaries_mb=mb(compiled.memory_analysis().temp_size_in_bytes))

@@ -79,7 +79,9 @@ def summarise(facts: dict, phases: Sequence[Phase], records: Sequence[dict]) -> 
     "steps": steps,
     "interrupted": steps < facts["steps_asked"],
     "phases": [
-      {"start": p.start + 1, "length": p.length, "weights": p.weights.tolist()} for p in phases if p.start < steps
+      {"start": p.start + 1, "length": min(p.length, steps - p.start), "weights": p.weights.tolist()}
+      for p in phases
+      if p.start < steps
     ],
     "runs": runs,
   }

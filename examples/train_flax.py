@@ -325,10 +325,12 @@ def main(argv: list[str] | None = None) -> int:
     steps=args.steps,
   )
   parameters = sum(p.size for p in jax.tree.leaves(states["clipped"].params))
+  platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+  path = ogc.backend_info().get(platform, "reference").split(":")[0]
   console.print(
     f"{args.size}: {parameters:,} parameters, "
     f"{args.batch_size} x {size.length} tokens a step, computed in {args.dtype} "
-    f"on {jax.devices()[0].device_kind}; compiling"
+    f"on {jax.devices()[0].device_kind}, clipped by the {path} path; text of {', '.join(text.names)}; compiling"
   )
   with StopAfterStep() as stop, open(args.out / "metrics.jsonl", "w") as log:
     records = train(states, batches, args.steps, log, console, stop, args.accumulate)
@@ -337,6 +339,7 @@ def main(argv: list[str] | None = None) -> int:
     "size": args.size,
     "parameters": parameters,
     "device": jax.devices()[0].device_kind,
+    "clip": path,
     "seed": args.seed,
     "learning_rate": args.learning_rate,
     "max_norm": args.max_norm,
