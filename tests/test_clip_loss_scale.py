@@ -111,7 +111,7 @@ def test_a_scale_given_to_update_wins_over_the_static_one(path):
   assert clip([jnp.float32(8)], 100.0, loss_scale=jnp.float32(2))[0][0] == 4
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan])
+@pytest.mark.parametrize("scale", [0.0, 1e-40, -1.0, np.inf, np.nan])
 def test_a_traced_scale_that_is_not_finite_and_positive_gives_nan_updates(scale, path):
   for policy in ("propagate", "zero"):
     updates, metrics = programs.clip(path, on_nonfinite=policy)([jnp.array([3.0, 4.0])], 10.0,

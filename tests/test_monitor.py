@@ -109,6 +109,12 @@ def test_float64_parameters_have_a_float64_record(path, x64):
   np.testing.assert_allclose(state.clip_factor, 2e-201, rtol=1e-15)
 
 
+def test_python_floats_are_recorded_in_their_own_dtype(path, x64):
+  tx = ogc.global_clip(1.0, monitor=True)
+  _, state = tx.update({"w": 1e200}, tx.init({"w": 1e200}))
+  assert ogc.clip_metrics(state)["global_norm"] == 1e200 == ogc.leaf_report(state).rows[0].norm
+
+
 def test_counters_stop_at_the_largest_int32_and_do_not_wrap(path):
   tx = ogc.global_clip(1.0, monitor=True)
   state = tx.init(TREE)._replace(steps=jnp.int32(2**31 - 1), nonfinite_steps=jnp.int32(2**31 - 1))

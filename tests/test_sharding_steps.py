@@ -109,3 +109,17 @@ def test_donated_shards_are_clipped_in_place():
   shard = 512 * 128 * 4 // 8
   assert compiled.memory_analysis().alias_size_in_bytes >= shard
   assert compiled.memory_analysis().temp_size_in_bytes < shard // 8
+
+
+@pytest.mark.parametrize("every_k", [1, 2])
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_gradients_that_are_constants_of_the_program_keep_their_sharding(every_k, weight):
+  with jax.set_mesh(make_mesh(EXPLICIT, shape=(8,), names=("x",))):
+    tree = {"w": jax.device_put(np.full(8, 2, np.float32), P("x")), "steps": jax.device_put(np.arange(8), P("x"))}
+    tx = ogc.clipped_multi_steps(optax.identity(), 1.0, every_k=every_k)
+    state = tx.init(tree)
+    for _ in range(every_k):
+      updates, state = jax.jit(lambda state: tx.update(tree, state, tree, weight=weight))(state)
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(updates)} == {P("x")}
+  np.testing.assert_allclose(updates["w"], np.full(8, 8**-0.5), rtol=1e-6)
+  np.testing.assert_array_equal(updates["steps"], np.arange(8))
