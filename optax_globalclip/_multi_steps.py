@@ -162,8 +162,10 @@ def clipped_multi_steps(
     ones. Integer and bool leaves do not count; they come out as they went in where `inner` runs, and zero elsewhere.
 
   Raises:
-    ValueError: as `global_clip`; an `every_k` below 1; updates of another structure or shape than the parameters'.
-    TypeError: as `global_clip`; an `every_k` that is neither an int nor a schedule; complex updates of real parameters.
+    ValueError: as `global_clip`; an `every_k` below 1; updates of another structure or shape than the parameters'; a
+      state made with another `monitor`, or with an `every_k` of 1 where it is not now, or the other way round.
+    TypeError: as `global_clip`; an `inner` that is no transformation; an `every_k` that is neither an int nor a
+      schedule; complex updates of real parameters; a state that is not that of `init`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_globalclip as ogc
