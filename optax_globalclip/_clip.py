@@ -160,8 +160,8 @@ def monitored(state: ClipState, norm, judged, bad, max_norm, *, zeroes: bool) ->
 
 
 def init_monitor(params: Any, *, leaves: bool) -> ClipState:
-  dtypes = (getattr(leaf, "dtype", None) or jax.dtypes.canonicalize_dtype(type(leaf)) for leaf in jax.tree.leaves(params))
-  dtype = np.float64 if any(dtype in (np.float64, np.complex128) for dtype in dtypes) else np.float32
+  dtypes = set(map(_norm.dtype_of, jax.tree.leaves(params)))
+  dtype = np.float64 if dtypes & {np.dtype(np.float64), np.dtype(np.complex128)} else np.float32
   metrics = None
   if leaves:
     keyed = jax.tree_util.tree_flatten_with_path(params)[0]

@@ -45,13 +45,9 @@ def _if(condition: jax.Array, x: jax.Array) -> jax.Array:
   return jnp.where(condition, x, np.zeros((), x.dtype))
 
 
-def _dtype(leaf: Any) -> np.dtype:
-  return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", type(leaf)), allow_extended_dtype=True)
-
-
 def _wide_dtype(name: str, leaf: Any) -> np.dtype | None:
   """The accumulator's dtype: the leaf's, or float32 where that is narrower; None for a leaf that does not count."""
-  dtype = _dtype(leaf)
+  dtype = _norm.dtype_of(leaf)
   if not jnp.issubdtype(dtype, jnp.inexact):
     return None
   if str(dtype) not in _norm.SUPPORTED:
@@ -282,7 +278,7 @@ def clipped_multi_steps(
     def moved_if(condition, new, old):
       return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
     def passed_through(leaf):
-      return leaf if _dtype(leaf) == jax.dtypes.float0 else _if(runs, jnp.asarray(leaf))
+      return leaf if _norm.dtype_of(leaf) == jax.dtypes.float0 else _if(runs, jnp.asarray(leaf))
     closed = _clip.monitored(state.clip_state, norms[0], norms[:1], bad, limit, zeroes=on_nonfinite in ("zero", "skip"))
     if monitor:
       closed = _clip.monitored_leaves(closed, norms[1:], nonfinite)
@@ -308,7 +304,7 @@ def _check_state(state: Any, accumulates: bool, monitor: bool, leaves: _norm.Lea
     raise TypeError(f"state: expected the ClippedMultiStepsState that init returned, got {type(state).__name__}")
   again = "call init again (what inner has learned may be kept: new._replace(inner_state=old.inner_state))"
   holds = bool(jax.tree.leaves(state.accumulators))
-  if holds != (accumulates and bool(leaves.arrays or holds)):
+  if (holds or leaves.arrays) and holds != accumulates:
     made, wanted = ("above 1", "1") if holds else ("1", "above 1")
     raise ValueError(f"state: made with every_k {made}, expected one made with every_k {wanted}: {again}")
   if monitor != (state.clip_state.leaf_metrics is not None):
@@ -324,7 +320,7 @@ def _wide_dtypes(leaves: _norm.Leaves, like: Any) -> list[np.dtype]:
     if gradient.shape != np.shape(leaf):
       raise ValueError(f"{path}: expected shape {np.shape(leaf)}, that of the parameter; got {gradient.shape}")
     if dtype is None or jnp.iscomplexobj(gradient) > jnp.issubdtype(dtype, jnp.complexfloating):
-      raise TypeError(f"{path}: expected updates for a parameter of dtype {_dtype(leaf)}; got {gradient.dtype}")
+      raise TypeError(f"{path}: expected updates for a parameter of dtype {_norm.dtype_of(leaf)}; got {gradient.dtype}")
     out.append(dtype)
   return out
 
@@ -333,7 +329,7 @@ def _out_dtypes(leaves: _norm.Leaves, wide_dtypes: list[np.dtype], params: Any, 
   """The dtypes of the updates: `update_dtype`, else the parameters', else the accumulators'."""
   if update_dtype is not None:
     return [_clip.out_dtype(path, x, update_dtype, False) for path, x in zip(leaves.paths, leaves.arrays)]
-  return wide_dtypes if params is None else [_dtype(leaf) for leaf in leaves.matching(params, "parameters")]
+  return wide_dtypes if params is None else [_norm.dtype_of(leaf) for leaf in leaves.matching(params, "parameters")]
 
 
 def _accumulated(leaves: _norm.Leaves, state: ClippedMultiStepsState, scale, weight) -> list[jax.Array]:

@@ -43,6 +43,11 @@ def counts(name: str, leaf: Any) -> bool:
   return True
 
 
+def dtype_of(leaf: Any) -> np.dtype:
+  """The dtype that an array or a number has in JAX."""
+  return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", type(leaf)), allow_extended_dtype=True)
+
+
 def short_path(path: tuple) -> str:
   return jax.tree_util.keystr(path, simple=True, separator="/") or "."
 
