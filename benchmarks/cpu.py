@@ -143,11 +143,11 @@ def bench_clip(turns):
   shapes = gpt.leaf_shapes()
   tree = made(shapes)
   norm = jax.jit(ogc.global_norm)
-  ours = lambda limit: lambda tree: ogc.clip_tree(tree, limit)[0]
+  alone = lambda limit: lambda tree: ogc.clip_tree(tree, limit)[0]
   contenders = {
       "norm alone": lambda: wait(norm(tree)),
-      "optax_globalclip, clips": Donated(ours, shapes, 0.999), "optax, clips": Donated(stock, shapes, 0.999),
-      "optax_globalclip, keeps": Donated(ours, shapes, 1), "optax, keeps": Donated(stock, shapes, 1),
+      "optax_globalclip, clips": Donated(alone, shapes, 0.999), "optax, clips": Donated(stock, shapes, 0.999),
+      "optax_globalclip, keeps": Donated(alone, shapes, 1), "optax, keeps": Donated(stock, shapes, 1),
   }
   return summary(take_turns(contenders, turns), [
       ("optax_globalclip, clips", "optax, clips"), ("optax_globalclip, keeps", "optax, keeps"),
@@ -179,6 +179,7 @@ def bench_chain(turns):
   for kind, made_inside in (("gradients given", False), ("gradients made inside", True)):
     contenders = {
         "optax_globalclip": Training(shapes, ogc.global_clip(1.0), made_inside=made_inside),
+        "optax_globalclip, kernel": Training(shapes, ogc.global_clip(1.0, scale_stage="kernel"), made_inside=made_inside),
         "optax": Training(shapes, optax.clip_by_global_norm(1.0), made_inside=made_inside),
         "no clip": Training(shapes, made_inside=made_inside),
     }
