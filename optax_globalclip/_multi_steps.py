@@ -307,7 +307,7 @@ def _check_state(state: Any, accumulates: bool, monitor: bool, leaves: _norm.Lea
   if (holds or leaves.arrays) and holds != accumulates:
     made, wanted = ("above 1", "1") if holds else ("1", "above 1")
     raise ValueError(f"state: made with every_k {made}, expected one made with every_k {wanted}: {again}")
-  if monitor != (state.clip_state.leaf_metrics is not None):
+  if bool(monitor) != (state.clip_state.leaf_metrics is not None):
     raise ValueError(f"state: made with monitor={not monitor}, expected one made with monitor={monitor}: {again}")
 
 

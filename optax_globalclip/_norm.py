@@ -221,7 +221,7 @@ def _clip_function(options: Options) -> Callable:
 
 
 def _complete(options: Options) -> Options:
-  return options._replace(backend=_native.backend(), leaf_norms=options.leaf_norms or options.per_leaf)
+  return options._replace(backend=_native.backend(), leaf_norms=bool(options.leaf_norms or options.per_leaf))
 
 
 def measure(leaves: Sequence[jax.Array], loss_scale: jax.Array,

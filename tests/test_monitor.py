@@ -68,6 +68,15 @@ def test_per_tensor_steps_count_as_clipped_where_any_leaf_is(path):
     assert state.clipped_steps == clipped
 
 
+@pytest.mark.parametrize("monitor", [1, np.True_])
+@pytest.mark.parametrize("make", [
+    ogc.global_clip, ogc.per_tensor_clip, lambda m, **o: ogc.clipped_multi_steps(optax.identity(), m, **o)])
+def test_what_is_true_monitors(make, monitor, path):
+  tx = make(1.0, monitor=monitor)
+  _, state = tx.update(TREE, tx.init(TREE), TREE)
+  assert ogc.clip_metrics(state)["steps"] == 1 and len(ogc.leaf_report(state).rows) == len(TREE)
+
+
 def test_max_inf_only_monitors(path):
   rows = history(ogc.global_clip(np.inf, monitor=True), [1.0, 1e20, 1e30])
   assert column(rows, "clipped_steps") == [0, 0, 0]
