@@ -1,13 +1,23 @@
 // From XLA's buffers to the stages' operands: the validation that both platforms' handlers share.
 //
-// Operand and result order of the targets:
-//   sums   (counted s32[n], leaf 0 .. n-1)            -> (sums T[k,3], nonfinite s32[k])
-//   norm   (max_norm T[], loss_scale f32[], leaves)   -> (norms T[n+1], nonfinite s32[n], ops T[k,3])
-//   scale  (ops T[k,3], leaves)                       -> (leaves)
-//   clip   (max_norm T[], loss_scale f32[], leaves)   -> (norms T[n+1], nonfinite s32[n], ops T[k,3], leaves)
-// k is n with the attribute `per_leaf`, else 1. Without the attribute `leaf_norms` norms is T[1] and nonfinite s32[1],
-// the whole tree's; `per_leaf` needs it. T is float64 where a leaf is float64 or complex128, else float32.
-// On CUDA sums, norm and clip have one more result, the last: workspace u8[optax_globalclip_workspace_bytes].
+// Operands and results of the targets, in order, for n leaves:
+//   norm   (counted s32[n], max_norm T[], loss_scale f32[], leaves)
+//          -> (rows T[m,3], nonfinite s32[m], norms T[m], ops T[k,3], extremes T[e])
+//   clip   as norm, and then the leaves as results
+//   scale  (ops T[k,3], leaves) -> (leaves)
+// On CUDA norm and clip have one more result, the last: workspace u8[optax_globalclip_workspace_bytes].
+//
+// T is float64 where a leaf is float64 or complex128, else float32. A complex element is two real ones everywhere.
+// counted    0 for a leaf that another device counts: it is as good as empty, and not read. s32[0]: all leaves count.
+// m          n + 1 with the attribute `leaf_norms`, else 1. Number 0 is the whole tree's, number 1 + i leaf i's.
+// k          n + 1 with the attribute `per_leaf`, which needs `leaf_norms`, else 1. In scale n, without op 0, or 1.
+// rows       sums of squares of the leaves as they are, (hi, lo, exponent), as in struct Normalized.
+// nonfinite  how many elements are NaN or infinite.
+// norms      of the leaves divided by loss_scale.
+// ops        (mode, a, b), as in enum Mode.
+// extremes   e is 2 with the attribute `extremes`: the largest magnitude of all elements that are not NaN, of the
+//            leaves as they are, and the number of elements equal to zero. Else 0.
+// Attributes of norm and clip: those three, and on_nonfinite s32, as in enum OnNonfinite. Of scale: per_leaf.
 #pragma once
 
 #include <string>
@@ -100,45 +110,57 @@ static inline ffi::Error result(const char* target, const char* name, const ffi:
   return check(target, name, **buffer, dtype, count);
 }
 
-static inline ffi::Error bind_sums(const ffi::AnyBuffer& counted, const ffi::RemainingArgs& args,
-                                   const ffi::RemainingRets& rets, bool per_leaf, std::vector<Leaf>* leaves,
-                                   SumsOperands* operands) {
-  FFI_RETURN_IF_ERROR(to_leaves("sums", args, leaves));
-  const int64_t n = static_cast<int64_t>(leaves->size()), k = per_leaf ? n : 1;
-  operands->dtype = norm_dtype(*leaves);
-  operands->counted = static_cast<const int32_t*>(counted.untyped_data());
-  operands->per_leaf = per_leaf;
-  void* nonfinite = nullptr;
-  FFI_RETURN_IF_ERROR(check("sums", "counted", counted, ffi::DataType::S32, n));
-  FFI_RETURN_IF_ERROR(result("sums", "sums", rets, 0, ffi_type(operands->dtype), 3 * k, &operands->sums));
-  FFI_RETURN_IF_ERROR(result("sums", "nonfinite", rets, 1, ffi::DataType::S32, k, &nonfinite));
-  operands->nonfinite = static_cast<int32_t*>(nonfinite);
-  return ffi::Error::Success();
+struct NormAttributes {
+  bool per_leaf, leaf_norms, extremes;
+  int32_t on_nonfinite;
+};
+
+// What follows the context in the bindings of norm and clip.
+template <class Binding>
+auto bind_norm_operands(Binding context) {
+  return std::move(context)
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attrs<NormAttributes>();
 }
 
-static inline ffi::Error bind_norm(const char* target, const ffi::AnyBuffer& max_norm,
+static inline ffi::Error bind_norm(const char* target, const ffi::AnyBuffer& counted, const ffi::AnyBuffer& max_norm,
                                    const ffi::AnyBuffer& loss_scale, const ffi::RemainingArgs& args,
-                                   const ffi::RemainingRets& rets, bool per_leaf, bool leaf_norms,
-                                   int32_t on_nonfinite, std::vector<Leaf>* leaves, NormOperands* operands) {
-  if (per_leaf && !leaf_norms) return invalid(target, "attribute leaf_norms", "true beside per_leaf", "false");
+                                   const ffi::RemainingRets& rets, const NormAttributes& attributes,
+                                   std::vector<Leaf>* leaves, NormOperands* operands) {
+  if (attributes.per_leaf && !attributes.leaf_norms)
+    return invalid(target, "attribute leaf_norms", "true beside per_leaf", "false");
   FFI_RETURN_IF_ERROR(to_leaves(target, args, leaves));
-  const int64_t n = static_cast<int64_t>(leaves->size()), k = per_leaf ? n : 1;
+  const int64_t n = static_cast<int64_t>(leaves->size());
+  const int64_t m = attributes.leaf_norms ? n + 1 : 1, k = attributes.per_leaf ? n + 1 : 1;
+  const bool all_count = counted.element_count() == 0;
   operands->dtype = norm_dtype(*leaves);
+  operands->counted = all_count ? nullptr : static_cast<const int32_t*>(counted.untyped_data());
   operands->max_norm = max_norm.untyped_data();
   operands->loss_scale = static_cast<const float*>(loss_scale.untyped_data());
-  operands->per_leaf = per_leaf;
-  operands->leaf_norms = leaf_norms;
-  operands->on_nonfinite = static_cast<OnNonfinite>(on_nonfinite);
+  operands->num_leaves = static_cast<int32_t>(n);
+  operands->per_leaf = attributes.per_leaf;
+  operands->leaf_norms = attributes.leaf_norms;
+  operands->on_nonfinite = static_cast<OnNonfinite>(attributes.on_nonfinite);
   const ffi::DataType type = ffi_type(operands->dtype);
   void* nonfinite = nullptr;
+  void* extremes = nullptr;
+  FFI_RETURN_IF_ERROR(check(target, "counted", counted, ffi::DataType::S32, all_count ? 0 : n));
   FFI_RETURN_IF_ERROR(check(target, "max_norm", max_norm, type, 1));
   FFI_RETURN_IF_ERROR(check(target, "loss_scale", loss_scale, ffi::DataType::F32, 1));
-  FFI_RETURN_IF_ERROR(result(target, "norms", rets, 0, type, leaf_norms ? n + 1 : 1, &operands->norms));
-  FFI_RETURN_IF_ERROR(result(target, "nonfinite", rets, 1, ffi::DataType::S32, leaf_norms ? n : 1, &nonfinite));
-  FFI_RETURN_IF_ERROR(result(target, "ops", rets, 2, type, 3 * k, &operands->ops));
+  FFI_RETURN_IF_ERROR(result(target, "rows", rets, 0, type, 3 * m, &operands->rows));
+  FFI_RETURN_IF_ERROR(result(target, "nonfinite", rets, 1, ffi::DataType::S32, m, &nonfinite));
+  FFI_RETURN_IF_ERROR(result(target, "norms", rets, 2, type, m, &operands->norms));
+  FFI_RETURN_IF_ERROR(result(target, "ops", rets, 3, type, 3 * k, &operands->ops));
+  FFI_RETURN_IF_ERROR(result(target, "extremes", rets, 4, type, attributes.extremes ? 2 : 0, &extremes));
   operands->nonfinite = static_cast<int32_t*>(nonfinite);
+  operands->extremes = attributes.extremes ? extremes : nullptr;
   return ffi::Error::Success();
 }
+constexpr size_t kNormResults = 5;
 
 // Points the leaves at the results from `first` on, each of which must be like its operand.
 static inline ffi::Error bind_aliased(const char* target, const ffi::RemainingArgs& args,
@@ -173,13 +195,17 @@ static inline ffi::Error bind_scale(const ffi::AnyBuffer& ops, const ffi::Remain
   return bind_aliased("scale", args, rets, 0, aliased);
 }
 
-static inline ffi::Error bind_clip(const ffi::AnyBuffer& max_norm, const ffi::AnyBuffer& loss_scale,
-                                   const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool per_leaf,
-                                   bool leaf_norms, int32_t on_nonfinite, AliasedLeaves* aliased,
-                                   NormOperands* operands) {
-  FFI_RETURN_IF_ERROR(bind_norm("clip", max_norm, loss_scale, args, rets, per_leaf, leaf_norms, on_nonfinite,
-                                &aliased->leaves, operands));
-  return bind_aliased("clip", args, rets, 3, aliased);
+static inline ffi::Error bind_clip(const ffi::AnyBuffer& counted, const ffi::AnyBuffer& max_norm,
+                                   const ffi::AnyBuffer& loss_scale, const ffi::RemainingArgs& args,
+                                   const ffi::RemainingRets& rets, const NormAttributes& attributes,
+                                   AliasedLeaves* aliased, NormOperands* operands) {
+  FFI_RETURN_IF_ERROR(bind_norm("clip", counted, max_norm, loss_scale, args, rets, attributes, &aliased->leaves,
+                                operands));
+  return bind_aliased("clip", args, rets, kNormResults, aliased);
 }
 
 }  // namespace globalclip
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(globalclip::NormAttributes, StructMember<bool>("per_leaf"),
+                                      StructMember<bool>("leaf_norms"), StructMember<bool>("extremes"),
+                                      StructMember<int32_t>("on_nonfinite"));

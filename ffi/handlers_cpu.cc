@@ -93,47 +93,62 @@ void for_each_chunk(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables,
   });
 }
 
+// What stage 1 leaves, and stage 2 a leaf.
+struct Sums {
+  std::vector<Total> of_leaves;
+  Extremes extremes;
+};
+
 // Stage 1: one partial a chunk. Stage 2 a leaf: the leaf's partials, added in chunk order.
-std::vector<Total> leaf_totals(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables) {
+Sums sum_chunks(ffi::ThreadPool& pool, const std::vector<LeafTable>& tables, const NormOperands& operands) {
   const int64_t chunks = tables.empty() ? 0 : tables.back().chunk_offset + tables.back().chunks();
   std::vector<SumSquares> partials(chunks);
+  std::vector<Extremes> extremes(operands.extremes ? chunks : 0);
   for_each_chunk(pool, tables, Order::kForward,
                  [&](const LeafTable& table, uint32_t i, const Chunk& chunk, const void* next) {
-                   partials[table.chunk_offset + i] = kernels().sum_squares(chunk, next);
+                   if (operands.counted && operands.counted[table.first_leaf + chunk.leaf] == 0) return;
+                   const int64_t at = table.chunk_offset + i;
+                   partials[at] = operands.extremes
+                                      ? kernels().sum_squares_and_extremes(chunk, next, &extremes[at])
+                                      : kernels().sum_squares(chunk, next);
                  });
-  std::vector<Total> totals(tables.empty() ? 0 : tables.back().first_leaf + tables.back().num_leaves);
+  Sums sums{std::vector<Total>(operands.num_leaves), {}};
   for (const LeafTable& table : tables)
     for (int leaf = 0; leaf < table.num_leaves; ++leaf) {
-      Total& total = totals[table.first_leaf + leaf];
+      Total& total = sums.of_leaves[table.first_leaf + leaf];
       for (uint32_t i = table.first_chunk[leaf]; i < table.first_chunk[leaf + 1]; ++i)
         total.add(partials[table.chunk_offset + i]);
     }
-  return totals;
+  for (const Extremes& of_chunk : extremes) sums.extremes.add(of_chunk);
+  return sums;
 }
 
 // Leaves whose numbers are worth a claim together: each takes a square root and several changes of exponent.
 constexpr int64_t kLeavesAClaim = 64;
 
 // The rest of stage 2.
-template <class T, class Operands>
-void put(ffi::ThreadPool& pool, const std::vector<Total>& totals, const Operands& operands) {
-  const int64_t leaves = static_cast<int64_t>(totals.size());
+template <class T>
+void put(ffi::ThreadPool& pool, const Sums& sums, const NormOperands& operands) {
   Total all{};
-  for (int64_t i = 0; i < leaves; ++i)
-    if (counts(operands, i)) all.add(totals[i]);
-  put_tree<T>(all, operands);
-  if (!wants_leaves(operands)) return;
-  const int64_t claims = (leaves + kLeavesAClaim - 1) / kLeavesAClaim;
+  for (const Total& of_leaf : sums.of_leaves) all.add(of_leaf);
+  const bool any_nonfinite = all.nonfinite > 0;
+  put_numbers<T>(0, all, any_nonfinite, operands);
+  if (operands.extremes) put_extremes<T>(sums.extremes, operands);
+  if (!operands.leaf_norms) return;
+  const int64_t leaves = operands.num_leaves, claims = (leaves + kLeavesAClaim - 1) / kLeavesAClaim;
   parallel_for(pool, claims, claims, [&](int64_t claim) {
     const int64_t end = std::min(leaves, (claim + 1) * kLeavesAClaim);
-    for (int64_t i = claim * kLeavesAClaim; i < end; ++i) put_leaf<T>(i, totals[i], all, operands);
+    for (int64_t i = claim * kLeavesAClaim; i < end; ++i)
+      put_numbers<T>(1 + i, sums.of_leaves[i], any_nonfinite, operands);
   });
 }
-template <class Operands>
-void put(ffi::ThreadPool& pool, const std::vector<Total>& totals, const Operands& operands) {
+
+// Stages 1 and 2.
+void run_norm(ffi::ThreadPool& pool, const std::vector<Leaf>& leaves, const NormOperands& operands) {
   KeepSubnormals keep;
-  if (operands.dtype == DType::kF64) put<double>(pool, totals, operands);
-  else put<float>(pool, totals, operands);
+  const Sums sums = sum_chunks(pool, make_leaf_tables(leaves), operands);
+  if (operands.dtype == DType::kF64) put<double>(pool, sums, operands);
+  else put<float>(pool, sums, operands);
 }
 
 // Stage 3, last chunks first: they are the ones still in the cache.
@@ -162,22 +177,13 @@ void copy_if_apart(const AliasedLeaves& aliased) {
   }
 }
 
-ffi::Error Sums(ffi::ThreadPool pool, ffi::AnyBuffer counted, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                bool per_leaf) {
-  std::vector<Leaf> leaves;
-  SumsOperands operands{};
-  FFI_RETURN_IF_ERROR(bind_sums(counted, args, rets, per_leaf, &leaves, &operands));
-  put(pool, leaf_totals(pool, make_leaf_tables(leaves)), operands);
-  return ffi::Error::Success();
-}
-
-ffi::Error Norm(ffi::ThreadPool pool, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale, ffi::RemainingArgs args,
-                ffi::RemainingRets rets, bool per_leaf, bool leaf_norms, int32_t on_nonfinite) {
+ffi::Error Norm(ffi::ThreadPool pool, ffi::AnyBuffer counted, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale,
+                ffi::RemainingArgs args, ffi::RemainingRets rets, NormAttributes attributes) {
   std::vector<Leaf> leaves;
   NormOperands operands;
   FFI_RETURN_IF_ERROR(
-      bind_norm("norm", max_norm, loss_scale, args, rets, per_leaf, leaf_norms, on_nonfinite, &leaves, &operands));
-  put(pool, leaf_totals(pool, make_leaf_tables(leaves)), operands);
+      bind_norm("norm", counted, max_norm, loss_scale, args, rets, attributes, &leaves, &operands));
+  run_norm(pool, leaves, operands);
   return ffi::Error::Success();
 }
 
@@ -191,34 +197,26 @@ ffi::Error Scale(ffi::ThreadPool pool, ffi::AnyBuffer ops, ffi::RemainingArgs ar
   return ffi::Error::Success();
 }
 
-ffi::Error Clip(ffi::ThreadPool pool, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale, ffi::RemainingArgs args,
-                ffi::RemainingRets rets, bool per_leaf, bool leaf_norms, int32_t on_nonfinite) {
+ffi::Error Clip(ffi::ThreadPool pool, ffi::AnyBuffer counted, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale,
+                ffi::RemainingArgs args, ffi::RemainingRets rets, NormAttributes attributes) {
   AliasedLeaves aliased;
   NormOperands operands;
-  FFI_RETURN_IF_ERROR(
-      bind_clip(max_norm, loss_scale, args, rets, per_leaf, leaf_norms, on_nonfinite, &aliased, &operands));
+  FFI_RETURN_IF_ERROR(bind_clip(counted, max_norm, loss_scale, args, rets, attributes, &aliased, &operands));
   copy_if_apart(aliased);
-  put(pool, leaf_totals(pool, make_leaf_tables(aliased.leaves)), operands);
-  run_scale(pool, aliased.leaves, {operands.ops, operands.dtype, per_leaf});
+  run_norm(pool, aliased.leaves, operands);
+  run_scale(pool, aliased.leaves, scale_operands(operands));
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-GLOBALCLIP_HANDLER(optax_globalclip_sums_cpu_v1, Sums,
+GLOBALCLIP_HANDLER(optax_globalclip_norm_cpu_v2, Norm,
+                   bind_norm_operands(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+GLOBALCLIP_HANDLER(optax_globalclip_clip_cpu_v2, Clip,
+                   bind_norm_operands(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+GLOBALCLIP_HANDLER(optax_globalclip_scale_cpu_v2, Scale,
                    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets()
                        .Attr<bool>("per_leaf"));
-GLOBALCLIP_HANDLER(optax_globalclip_norm_cpu_v1, Norm,
-                   ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs()
-                       .RemainingRets().Attr<bool>("per_leaf").Attr<bool>("leaf_norms")
-                       .Attr<int32_t>("on_nonfinite"));
-GLOBALCLIP_HANDLER(optax_globalclip_scale_cpu_v1, Scale,
-                   ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets()
-                       .Attr<bool>("per_leaf"));
-GLOBALCLIP_HANDLER(optax_globalclip_clip_cpu_v1, Clip,
-                   ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().RemainingArgs()
-                       .RemainingRets().Attr<bool>("per_leaf").Attr<bool>("leaf_norms")
-                       .Attr<int32_t>("on_nonfinite"));
 
 }  // namespace globalclip
 

@@ -7,13 +7,14 @@
 #include <algorithm>
 
 #include "handlers.h"
-#include "kernels.h"
+#include "kernels_cuda.h"
 
 namespace globalclip {
 namespace {
 
 int64_t workspace_bytes(int64_t num_leaves, int64_t num_chunks) {
-  return num_chunks * static_cast<int64_t>(sizeof(SumSquares)) + num_leaves * static_cast<int64_t>(sizeof(Total));
+  return num_chunks * static_cast<int64_t>(sizeof(SumSquares) + sizeof(Extremes)) +
+         num_leaves * static_cast<int64_t>(sizeof(Total));
 }
 
 // The tables of a call, one at least.
@@ -23,11 +24,6 @@ std::vector<LeafTable> make_tables(const std::vector<Leaf>& leaves) {
   return tables;
 }
 
-struct Workspace {
-  SumSquares* partials;
-  Total* leaf_totals;
-};
-
 ffi::Error bind_workspace(const char* target, const ffi::RemainingRets& rets, size_t index,
                           const std::vector<LeafTable>& tables, Workspace* workspace) {
   const LeafTable& last = tables.back();
@@ -36,7 +32,8 @@ ffi::Error bind_workspace(const char* target, const ffi::RemainingRets& rets, si
   FFI_RETURN_IF_ERROR(result(target, "workspace", rets, index, ffi::DataType::U8,
                              workspace_bytes(last.first_leaf + last.num_leaves, num_chunks), &data));
   workspace->partials = static_cast<SumSquares*>(data);
-  workspace->leaf_totals = reinterpret_cast<Total*>(workspace->partials + num_chunks);
+  workspace->extremes = reinterpret_cast<Extremes*>(workspace->partials + num_chunks);
+  workspace->leaf_totals = reinterpret_cast<Total*>(workspace->extremes + num_chunks);
   return ffi::Error::Success();
 }
 
@@ -47,17 +44,14 @@ ffi::Error launched(const char* target, const char* what, cudaError_t error) {
 }
 
 // Stages 1 and 2.
-template <class Operands>
-ffi::Error sum(const char* target, cudaStream_t stream, const std::vector<LeafTable>& tables,
-               const Workspace& workspace, const Operands& operands) {
-  const int32_t num_leaves = tables.back().first_leaf + tables.back().num_leaves;
+ffi::Error norm(const char* target, cudaStream_t stream, const std::vector<LeafTable>& tables,
+                const Workspace& workspace, const NormOperands& operands) {
   for (const LeafTable& table : tables)
     FFI_RETURN_IF_ERROR(launched(target, "k_grad_norm_partial",
-                                 launch_grad_norm_partial(stream, table, operands.dtype, workspace.partials)));
+                                 launch_grad_norm_partial(stream, table, workspace, operands)));
   for (const LeafTable& table : tables)
     FFI_RETURN_IF_ERROR(launched(target, "k_grad_norm_final",
-                                 launch_grad_norm_final(stream, table, workspace.partials, workspace.leaf_totals,
-                                                        num_leaves, operands)));
+                                 launch_grad_norm_final(stream, table, workspace, operands)));
   return ffi::Error::Success();
 }
 
@@ -80,27 +74,16 @@ ffi::Error copy_if_apart(const char* target, cudaStream_t stream, const AliasedL
   return ffi::Error::Success();
 }
 
-ffi::Error Sums(cudaStream_t stream, ffi::AnyBuffer counted, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                bool per_leaf) {
-  std::vector<Leaf> leaves;
-  SumsOperands operands;
-  Workspace workspace;
-  FFI_RETURN_IF_ERROR(bind_sums(counted, args, rets, per_leaf, &leaves, &operands));
-  const std::vector<LeafTable> tables = make_tables(leaves);
-  FFI_RETURN_IF_ERROR(bind_workspace("sums", rets, 2, tables, &workspace));
-  return sum("sums", stream, tables, workspace, operands);
-}
-
-ffi::Error Norm(cudaStream_t stream, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale, ffi::RemainingArgs args,
-                ffi::RemainingRets rets, bool per_leaf, bool leaf_norms, int32_t on_nonfinite) {
+ffi::Error Norm(cudaStream_t stream, ffi::AnyBuffer counted, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale,
+                ffi::RemainingArgs args, ffi::RemainingRets rets, NormAttributes attributes) {
   std::vector<Leaf> leaves;
   NormOperands operands;
   Workspace workspace;
   FFI_RETURN_IF_ERROR(
-      bind_norm("norm", max_norm, loss_scale, args, rets, per_leaf, leaf_norms, on_nonfinite, &leaves, &operands));
+      bind_norm("norm", counted, max_norm, loss_scale, args, rets, attributes, &leaves, &operands));
   const std::vector<LeafTable> tables = make_tables(leaves);
-  FFI_RETURN_IF_ERROR(bind_workspace("norm", rets, 3, tables, &workspace));
-  return sum("norm", stream, tables, workspace, operands);
+  FFI_RETURN_IF_ERROR(bind_workspace("norm", rets, kNormResults, tables, &workspace));
+  return norm("norm", stream, tables, workspace, operands);
 }
 
 ffi::Error Scale(cudaStream_t stream, ffi::AnyBuffer ops, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -112,39 +95,30 @@ ffi::Error Scale(cudaStream_t stream, ffi::AnyBuffer ops, ffi::RemainingArgs arg
   return scale("scale", stream, make_tables(aliased.leaves), operands);
 }
 
-ffi::Error Clip(cudaStream_t stream, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale, ffi::RemainingArgs args,
-                ffi::RemainingRets rets, bool per_leaf, bool leaf_norms, int32_t on_nonfinite) {
+ffi::Error Clip(cudaStream_t stream, ffi::AnyBuffer counted, ffi::AnyBuffer max_norm, ffi::AnyBuffer loss_scale,
+                ffi::RemainingArgs args, ffi::RemainingRets rets, NormAttributes attributes) {
   AliasedLeaves aliased;
   NormOperands operands;
   Workspace workspace;
-  FFI_RETURN_IF_ERROR(
-      bind_clip(max_norm, loss_scale, args, rets, per_leaf, leaf_norms, on_nonfinite, &aliased, &operands));
+  FFI_RETURN_IF_ERROR(bind_clip(counted, max_norm, loss_scale, args, rets, attributes, &aliased, &operands));
   const std::vector<LeafTable> tables = make_tables(aliased.leaves);
-  FFI_RETURN_IF_ERROR(bind_workspace("clip", rets, 3 + aliased.leaves.size(), tables, &workspace));
+  FFI_RETURN_IF_ERROR(bind_workspace("clip", rets, kNormResults + aliased.leaves.size(), tables, &workspace));
   FFI_RETURN_IF_ERROR(copy_if_apart("clip", stream, aliased));
-  FFI_RETURN_IF_ERROR(sum("clip", stream, tables, workspace, operands));
-  return scale("clip", stream, tables, {operands.ops, operands.dtype, per_leaf});
+  FFI_RETURN_IF_ERROR(norm("clip", stream, tables, workspace, operands));
+  return scale("clip", stream, tables, scale_operands(operands));
 }
 
 }  // namespace
 
-GLOBALCLIP_HANDLER(optax_globalclip_sums_cuda_v1, Sums,
+GLOBALCLIP_HANDLER(optax_globalclip_norm_cuda_v2, Norm,
+                   bind_norm_operands(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
+                   {ffi::Traits::kCmdBufferCompatible});
+GLOBALCLIP_HANDLER(optax_globalclip_clip_cuda_v2, Clip,
+                   bind_norm_operands(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()),
+                   {ffi::Traits::kCmdBufferCompatible});
+GLOBALCLIP_HANDLER(optax_globalclip_scale_cuda_v2, Scale,
                    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Arg<ffi::AnyBuffer>().RemainingArgs()
                        .RemainingRets().Attr<bool>("per_leaf"),
-                   {ffi::Traits::kCmdBufferCompatible});
-GLOBALCLIP_HANDLER(optax_globalclip_norm_cuda_v1, Norm,
-                   ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Arg<ffi::AnyBuffer>()
-                       .Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets().Attr<bool>("per_leaf")
-                       .Attr<bool>("leaf_norms").Attr<int32_t>("on_nonfinite"),
-                   {ffi::Traits::kCmdBufferCompatible});
-GLOBALCLIP_HANDLER(optax_globalclip_scale_cuda_v1, Scale,
-                   ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Arg<ffi::AnyBuffer>().RemainingArgs()
-                       .RemainingRets().Attr<bool>("per_leaf"),
-                   {ffi::Traits::kCmdBufferCompatible});
-GLOBALCLIP_HANDLER(optax_globalclip_clip_cuda_v1, Clip,
-                   ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Arg<ffi::AnyBuffer>()
-                       .Arg<ffi::AnyBuffer>().RemainingArgs().RemainingRets().Attr<bool>("per_leaf")
-                       .Attr<bool>("leaf_norms").Attr<int32_t>("on_nonfinite"),
                    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace globalclip

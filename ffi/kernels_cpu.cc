@@ -4,6 +4,9 @@
 // the sum does not depend on the width of the machine's vectors. -ffp-contract=off keeps it so for float64 elements.
 #include "kernels_cpu.h"
 
+#include <limits>
+#include <type_traits>
+
 namespace globalclip {
 namespace {
 
@@ -17,6 +20,7 @@ struct VectorOf { typedef Element type __attribute__((vector_size(size * sizeof(
 template <class Element, int size>
 using Vector = typename VectorOf<Element, size>::type;
 using Doubles = Vector<double, kDoubles>;
+using Masks = Vector<int64_t, kDoubles>;  // of a comparison: -1 where it holds
 
 template <int size, class Element>
 inline Vector<Element, size> load(const Element* x) {
@@ -90,6 +94,10 @@ inline Doubles add_exact_square(Doubles sum, Doubles v) {
 #endif
 }
 
+inline Doubles select(Masks condition, Doubles yes, Doubles no) {
+  return (Doubles)((condition & (Masks)yes) | (~condition & (Masks)no));
+}
+
 double sum_lanes(const Doubles* lanes) {
   Doubles sum = {};
   for (int j = 0; j < kLanes / kDoubles; ++j) sum += lanes[j];
@@ -125,10 +133,38 @@ struct LaneSums {
   }
 };
 
+// Sees the elements on their way into a sum. Where nobody asks for extremes it is nothing.
+struct NoExtremes {
+  template <class Numbers>
+  void add(Numbers) {}
+};
+
+// `Word`: an integer as long as a `Number`.
+template <class Number, class Word, int kSize>
+struct LaneExtremes {
+  using Numbers = Vector<Number, kSize>;
+  using Words = Vector<Word, kSize>;
+  Numbers largest = {};
+  Words nonzeros = {};  // less, by one for each
+
+  void add(Numbers v) {
+    const Numbers magnitude = (Numbers)((Words)v & std::numeric_limits<Word>::max());
+    largest = magnitude > largest ? magnitude : largest;  // no for NaN
+    nonzeros += v != 0;
+  }
+  // Of `size` elements: those that fill a vector are zeros.
+  Extremes total(int64_t size) const {
+    Extremes all = {0, size};
+    for (int j = 0; j < kSize; ++j) all.add({largest[j], nonzeros[j]});
+    return all;
+  }
+};
+
 // Squares of the narrow types are exact in float64 and their sum cannot overflow: it is finite if every element is.
-template <class In>
-SumSquares sum_squares(const In* x, int64_t size, const void* next) {
+template <class In, class OfLanes>
+SumSquares sum_squares(const In* x, int64_t size, const void* next, OfLanes* result) {
   LaneSums sums;
+  OfLanes extremes;
   int64_t i = 0;
   for (const int64_t whole = size - size % kLanes; i < whole;) {
     Doubles lanes[kLanes / kDoubles] = {};
@@ -138,6 +174,7 @@ SumSquares sum_squares(const In* x, int64_t size, const void* next) {
 #pragma GCC unroll 8
       for (int j = 0; j < kLanes / kDoubles; ++j)
         lanes[j] = add_exact_square(lanes[j], load_doubles(x + i + j * kDoubles));
+      for (int j = 0; j < kLanes; j += kFloats) extremes.add(load_floats<kFloats>(x + i + j));
     }
     memcpy(sums.block, lanes, sizeof lanes);
     sums.end_block();
@@ -145,18 +182,17 @@ SumSquares sum_squares(const In* x, int64_t size, const void* next) {
   for (int j = 0; i < size; ++i, ++j) {
     const double v = to_double(x[i]);
     sums.block[j / kDoubles][j % kDoubles] += v * v;
+    extremes.add(Floats{static_cast<float>(v)});
   }
+  *result = extremes;
   const double sum = sums.total();
   return {0, sum, 0, sum - sum == 0 ? 0 : count_nonfinite(x, size)};
 }
 
-inline Doubles select(Doubles condition, Doubles yes, Doubles no) {
-  typedef int64_t Mask __attribute__((vector_size(sizeof(Doubles))));
-  return (Doubles)(((Mask)condition & (Mask)yes) | (~(Mask)condition & (Mask)no));
-}
-
-SumSquares sum_squares(const double* x, int64_t size, const void* next) {
+template <class OfLanes>
+SumSquares sum_squares(const double* x, int64_t size, const void* next, OfLanes* result) {
   LaneSums big, mid, small;
+  OfLanes extremes;
   const Doubles zero = {};
   for (int64_t i = 0; i < size; i += kLanes) {
     if (i % (8 * kLanes) == 0)
@@ -168,13 +204,15 @@ SumSquares sum_squares(const double* x, int64_t size, const void* next) {
       if (rest >= kDoubles) v = load_doubles(x + at);
       else if (rest > 0) memcpy(&v, x + at, rest * sizeof *x);
       const Doubles magnitude = v < 0 ? -v : v;
-      const Doubles is_big = (Doubles)(magnitude > kBig), is_small = (Doubles)(magnitude < kSmall);
+      const Masks is_big = magnitude > kBig, is_small = magnitude < kSmall;
       const Doubles down = v * kDown, up = v * kUp;
       big.block[j] += select(is_big, down * down, zero);
       small.block[j] += select(is_small, up * up, zero);
       mid.block[j] += select(is_big, zero, select(is_small, zero, v * v));
+      extremes.add(v);
     }
   }
+  *result = extremes;
   const SumSquares sum = {big.total(), mid.total(), small.total(), 0};
   const double all = sum.big + sum.mid;
   return {sum.big, sum.mid, sum.small, all - all == 0 ? 0 : count_nonfinite(x, size)};
@@ -182,7 +220,19 @@ SumSquares sum_squares(const double* x, int64_t size, const void* next) {
 
 SumSquares sum_squares_of_chunk(const Chunk& chunk, const void* next) {
   return with_element_type(chunk.dtype, [&](auto tag) {
-    return sum_squares(static_cast<const decltype(tag)*>(chunk.data), chunk.size, next);
+    NoExtremes none;
+    return sum_squares(static_cast<const decltype(tag)*>(chunk.data), chunk.size, next, &none);
+  });
+}
+
+SumSquares sum_squares_and_extremes(const Chunk& chunk, const void* next, Extremes* extremes) {
+  return with_element_type(chunk.dtype, [&](auto tag) {
+    using In = decltype(tag);
+    std::conditional_t<std::is_same_v<In, double>, LaneExtremes<double, int64_t, kDoubles>,
+                       LaneExtremes<float, int32_t, kFloats>> of_lanes;
+    const SumSquares sum = sum_squares(static_cast<const In*>(chunk.data), chunk.size, next, &of_lanes);
+    *extremes = of_lanes.total(chunk.size);
+    return sum;
   });
 }
 
@@ -198,7 +248,8 @@ void scale(In* x, int64_t size, const void* next, const ScaleOp<T>& op) {
     case Mode::kDivide:
       for (int64_t i = 0; i < size; ++i) x[i] = divide(x[i], op);
       return;
-    case Mode::kMultiply: {
+    case Mode::kUnscale:
+    case Mode::kClip: {
       const T a = op.a, b = op.b;
       int64_t i = 0;
       if constexpr (sizeof(T) == sizeof(float))
@@ -231,6 +282,6 @@ void scale_double(const Chunk& chunk, const void* next, const ScaleOp<double>& o
 
 }  // namespace
 
-const CpuKernels OGC_CPU_KERNELS = {sum_squares_of_chunk, scale_float, scale_double};
+const CpuKernels OGC_CPU_KERNELS = {sum_squares_of_chunk, sum_squares_and_extremes, scale_float, scale_double};
 
 }  // namespace globalclip

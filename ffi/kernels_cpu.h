@@ -8,6 +8,7 @@ namespace globalclip {
 // `next` is what the thread will read after the chunk: its beginning is asked for in time.
 struct CpuKernels {
   SumSquares (*sum_squares)(const Chunk&, const void* next);
+  SumSquares (*sum_squares_and_extremes)(const Chunk&, const void* next, Extremes*);
   void (*scale_float)(const Chunk&, const void* next, const ScaleOp<float>&);
   void (*scale_double)(const Chunk&, const void* next, const ScaleOp<double>&);
 };

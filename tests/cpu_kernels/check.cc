@@ -1,4 +1,4 @@
-// Both tables of kernels_cpu.cc over random chunks: every bit of a sum and of a scaled element is the same.
+// Both tables of kernels_cpu.cc over random chunks: every bit of a sum, of extremes and of a scaled element is equal.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -29,7 +29,7 @@ struct Memory {
     std::normal_distribution<double> normal;
     for (int64_t i = 0; i < size; ++i) {
       const uint64_t bits = random();
-      const double number = normal(random);
+      const double number = random() % 16 ? normal(random) : 0;
       char* const at = bytes.data() + offset + i * element_bytes(dtype);
       if (any_bits) std::memcpy(at, &bits, element_bytes(dtype));
       else with_element_type(dtype, [&](auto tag) {
@@ -55,6 +55,32 @@ void check_scale(const Memory& memory, const ScaleOp<T>& op, int offset) {
   expect(narrow.bytes == wide.bytes, "scaled", memory.chunk.dtype, memory.chunk.size, offset);
 }
 
+void check_sums(const Memory& memory, int offset) {
+  const Chunk& chunk = memory.chunk;
+  const auto same_sum = [](const SumSquares& a, const SumSquares& b) {
+    // What is not finite has no bits to compare.
+    return a.nonfinite == b.nonfinite &&
+           (a.nonfinite > 0 || (same(a.big, b.big) && same(a.mid, b.mid) && same(a.small, b.small)));
+  };
+  const SumSquares narrow = kCpuKernelsBaseline.sum_squares(chunk, chunk.data);
+  const SumSquares wide = kCpuKernelsAvx2.sum_squares(chunk, chunk.data);
+  expect(same_sum(narrow, wide), "sum", chunk.dtype, chunk.size, offset);
+
+  Extremes of_narrow, of_wide, want{};
+  const SumSquares beside_narrow = kCpuKernelsBaseline.sum_squares_and_extremes(chunk, chunk.data, &of_narrow);
+  const SumSquares beside_wide = kCpuKernelsAvx2.sum_squares_and_extremes(chunk, chunk.data, &of_wide);
+  expect(same_sum(narrow, beside_narrow) && same_sum(wide, beside_wide), "sum beside extremes", chunk.dtype, chunk.size,
+         offset);
+  with_element_type(chunk.dtype, [&](auto tag) {
+    for (int64_t i = 0; i < chunk.size; ++i) {
+      const double x = to_double(static_cast<const decltype(tag)*>(chunk.data)[i]);
+      want.add({std::fabs(x), x == 0});
+    }
+  });
+  for (const Extremes& got : {of_narrow, of_wide})
+    expect(same(got.largest, want.largest) && got.zeros == want.zeros, "extremes", chunk.dtype, chunk.size, offset);
+}
+
 }  // namespace
 
 int main() {
@@ -67,13 +93,8 @@ int main() {
     const bool any_bits = random() % 2;
     const Memory memory(random, dtype, size, offset, any_bits);
 
-    const SumSquares narrow = kCpuKernelsBaseline.sum_squares(memory.chunk, memory.chunk.data);
-    const SumSquares wide = kCpuKernelsAvx2.sum_squares(memory.chunk, memory.chunk.data);
-    const bool same_bits = same(narrow.big, wide.big) && same(narrow.mid, wide.mid) && same(narrow.small, wide.small);
-    // What is not finite has no bits to compare.
-    expect(narrow.nonfinite == wide.nonfinite && (narrow.nonfinite > 0 || same_bits), "sum", dtype, size, offset);
-
-    for (Mode mode : {Mode::kKeep, Mode::kMultiply, Mode::kDivide, Mode::kFill}) {
+    check_sums(memory, offset);
+    for (Mode mode : {Mode::kKeep, Mode::kUnscale, Mode::kDivide, Mode::kClip, Mode::kFill}) {
       check_scale<double>(memory, {static_cast<double>(mode), 0.3, 0.7}, offset);
       if (dtype != DType::kF64) check_scale<float>(memory, {static_cast<float>(mode), 0.3f, 0.7f}, offset);
     }

@@ -82,8 +82,8 @@ def _compiled(name: str, inputs: list[pathlib.Path], make, by: str = "") -> path
 
 
 def ffi_library() -> pathlib.Path:
-  """kernels.cu and handlers_cuda.cc as a library whose targets run on the CPU."""
-  handlers, kernels = SOURCES / "handlers_cuda.cc", SOURCES / "kernels.cu"
+  """kernels_cuda.cu and handlers_cuda.cc as a library whose targets run on the CPU."""
+  handlers, kernels = SOURCES / "handlers_cuda.cc", SOURCES / "kernels_cuda.cu"
 
   def make(path):
     flags = [*COMMON, "-fPIC", "-fvisibility=hidden", "-isystem", str(cuda_include()),
@@ -96,7 +96,7 @@ def ffi_library() -> pathlib.Path:
   return _compiled("cuda_on_cpu.so", [handlers, kernels], make)
 
 
-def check_program(name: str, flags: list[str], kernels: pathlib.Path = SOURCES / "kernels.cu") -> pathlib.Path:
+def check_program(name: str, flags: list[str], kernels: pathlib.Path = SOURCES / "kernels_cuda.cu") -> pathlib.Path:
   """check.cc with the kernels, as a program."""
   def make(path):
     _run(["g++", *COMMON, "-O1", "-g", *flags, "-isystem", str(cuda_include()), "-I", str(SOURCES), "-x", "c++",
@@ -118,13 +118,13 @@ def library() -> ctypes.CDLL:
 @contextlib.contextmanager
 def cuda_on_cpu():
   """Within, what is lowered for the CPU calls the CUDA targets."""
-  original = {name: getattr(_native, name) for name in ("target_name", "_workspace", "status")}
+  original = {name: getattr(_native, name) for name in ("target_name", "_workspace")}
   loaded = library()
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(_native._libraries, "cuda", loaded)
     patch.setattr(_native, "target_name", lambda stage, platform: original["target_name"](stage, "cuda"))
     patch.setattr(_native, "_workspace", lambda platform, leaves: original["_workspace"]("cuda", leaves))
-    patch.setattr(_native, "status", lambda platform: _native.Status(True, "CUDA on the CPU"))
+    patch.setattr(_native, "load", lambda platform: _native.Status(True, "CUDA on the CPU"))
     patch.setenv("OPTAX_GLOBALCLIP_BACKEND", "native")
     jax.clear_caches()
     yield loaded

@@ -1,6 +1,6 @@
 // Runs CUDA C++ kernels on an x86-64 host with plain g++, for tests of their results and of their barriers.
 //
-//   g++ -std=c++17 -fno-strict-aliasing -I$CUDA/include -include cuda_on_cpu.h -x c++ kernels.cu
+//   g++ -std=c++17 -fno-strict-aliasing -I$CUDA/include -include cuda_on_cpu.h -x c++ kernels_cuda.cu
 //
 // Included ahead of kernel source that is plain CUDA: it stands in for the device built-ins that such source uses and
 // for the functions of the runtime API that launch it. A CUDA thread is a fiber, run until it waits at a barrier; with

@@ -4,170 +4,17 @@
 // from the leaves' sizes and dtypes alone: no atomics, nothing that depends on addresses, on the number of
 // multiprocessors or on the order in which blocks run. Results are the same bit for bit from run to run, from GPU to
 // GPU, and at every alignment.
-#include "kernels.h"
+#include "kernels_cuda.h"
+
+#include <type_traits>
+
+#include "sums_cuda.h"
 
 namespace globalclip {
 namespace {
 
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-
-constexpr int kThreads = 256;  // of a block of the two streaming kernels
-constexpr int kLoads = 4;      // independent 16-byte loads that a thread has in flight
-constexpr int kTile = kThreads * kLoads;  // vectors
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Vectors: a chunk is read in pieces of 16 bytes, the last of which may be short. Piece i is thread i % kThreads's.
-
-template <class In>
-struct Vector {
-  static constexpr int kSize = 16 / sizeof(In);
-  In x[kSize];
-};
-
-template <class In>
-__device__ __forceinline__ Vector<In> load(const In* x) {
-  return bit_cast<Vector<In>>(*reinterpret_cast<const uint4*>(x));
-}
-template <class In>
-__device__ __forceinline__ void store(In* x, const Vector<In>& v) {
-  *reinterpret_cast<uint4*>(x) = bit_cast<uint4>(v);
-}
-
-// The elements of one chunk, seen as vectors.
-template <class In>
-struct Vectors {
-  In* x;
-  int size;   // elements
-  int whole;  // vectors that may be moved as 16 bytes: none where the chunk does not start at such an address
-  int count;  // vectors, the short one included
-
-  __device__ explicit Vectors(const Chunk& chunk)
-      : x(static_cast<In*>(chunk.data)),
-        size(static_cast<int>(chunk.size)),
-        whole(reinterpret_cast<uintptr_t>(chunk.data) % 16 == 0 ? size / Vector<In>::kSize : 0),
-        count((size + Vector<In>::kSize - 1) / Vector<In>::kSize) {}
-
-  __device__ In* at(int i) const { return x + i * Vector<In>::kSize; }
-
-  // Vector i, element by element, with zeros for what is not there.
-  __device__ Vector<In> gather(int i) const {
-    Vector<In> v{};
-    const int rest = size - i * Vector<In>::kSize;
-#pragma unroll
-    for (int e = 0; e < Vector<In>::kSize; ++e)
-      if (e < rest) v.x[e] = at(i)[e];
-    return v;
-  }
-  __device__ Vector<In> get(int i) const { return i < whole ? load(at(i)) : gather(i); }
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Sums of squares of one thread
-//
-// Float32 arithmetic alone, where a float64 accumulator would do: converting every element to float64 and adding it
-// there is bound by the float64 units and not by memory on every GPU that has few of them (1/64 of the float32 rate on
-// sm_75, 86, 89, 103 and 120). A running sum is a pair (hi, lo): hi the rounded sum, lo the sum of the errors of its
-// additions (two-sum), among them what a square or a pair of squares lost. It is off by less than 2^-40 of itself, and
-// by 2^-24 where two squares of a half type were added before they entered it: half an ulp of a float32 norm at most. A
-// float64 norm takes float64 sums.
-struct FloatSum {
-  float hi[kLoads], lo[kLoads];  // one pair for each load in flight
-  uint32_t seen;                 // the bits of all elements, or-ed
-
-  // `part` of `sum` is what came to hi, and `rest` what that fell short of.
-  __device__ void enter(int j, float sum, float part, float rest) {
-    lo[j] += (hi[j] - (sum - part)) + rest;
-    hi[j] = sum;
-  }
-  // One float32, or two halves.
-  __device__ void add(int j, uint32_t word, float) {
-    const float x = bit_cast<float>(word);
-    const float sum = fmaf(x, x, hi[j]), part = sum - hi[j];
-    enter(j, sum, part, fmaf(x, x, -part));
-  }
-  template <class Half>
-  __device__ void add(int j, uint32_t word, Half) {
-    const float x = to_float(Half{static_cast<uint16_t>(word)}), y = to_float(Half{static_cast<uint16_t>(word >> 16)});
-    const float square = fmaf(y, y, x * x);  // x * x is exact: at most 22 bits
-    const float sum = hi[j] + square, part = sum - hi[j];
-    enter(j, sum, part, square - part);
-  }
-  template <class In>
-  __device__ void add(int j, const Vector<In>& v) {
-    const uint4 words = bit_cast<uint4>(v);
-    add(j, words.x, In{});
-    add(j, words.y, In{});
-    add(j, words.z, In{});
-    add(j, words.w, In{});
-    seen |= words.x | words.y | words.z | words.w;
-  }
-
-  // What float32 may have lost on the way is below 2^-140: nothing beside 2^-100. A sum that overflowed, holds a
-  // non-finite element or is smaller, though not of zeros, has to be taken again.
-  template <class In>
-  __device__ bool lost() const {
-    const uint32_t signs = sizeof(In) == sizeof(float) ? 0x80000000u : 0x80008000u;
-    const float sum = (hi[0] + hi[1]) + (hi[2] + hi[3]);
-    return (seen & ~signs) != 0 && !(sum >= 0x1p-100f && sum - sum == 0);
-  }
-  __device__ SumSquares sum() const {
-    double total = 0;
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) total += static_cast<double>(hi[j]) + static_cast<double>(lo[j]);
-    return {0, total, 0, 0};
-  }
-};
-
-// Float64 elements, and the others where float32 does not reach: binned by magnitude, so that no square overflows.
-struct DoubleSum {
-  SumSquares total;
-
-  template <class In>
-  __device__ void add(int, const Vector<In>& v) {
-#pragma unroll
-    for (int e = 0; e < Vector<In>::kSize; ++e) {
-      const double x = to_double(v.x[e]), magnitude = fabs(x);
-      total.nonfinite += !(magnitude - magnitude == 0);
-      if (sizeof(In) == sizeof(double) && magnitude > kBig) total.big += x * kDown * (x * kDown);
-      else if (sizeof(In) == sizeof(double) && magnitude < kSmall) total.small += x * kUp * (x * kUp);
-      else total.mid += x * x;
-    }
-  }
-};
-
-template <class Sum, class In>
-__device__ __forceinline__ Sum sum_of_thread(const Vectors<In>& vectors) {
-  const int tid = static_cast<int>(threadIdx.x);
-  Sum sum{};
-  int base = 0;
-  for (; base + kTile <= vectors.whole; base += kTile) {
-    Vector<In> v[kLoads];
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) v[j] = load(vectors.at(base + j * kThreads + tid));
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) sum.add(j, v[j]);
-  }
-  for (; base < vectors.count; base += kTile)
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      const int i = base + j * kThreads + tid;
-      if (i < vectors.count) sum.add(j, vectors.get(i));
-    }
-  return sum;
-}
-
-template <class In>
-__device__ SumSquares sum_squares(const Chunk& chunk, DType dtype) {
-  const Vectors<In> vectors(chunk);
-  if constexpr (sizeof(In) < sizeof(double)) {
-    if (dtype == DType::kF32) {
-      const FloatSum sum = sum_of_thread<FloatSum>(vectors);
-      if (!sum.lost<In>()) return sum.sum();
-    }
-  }
-  return sum_of_thread<DoubleSum>(vectors).total;
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sums over threads, in a fixed order. `wide` says whether bins other than `mid` can hold anything.
@@ -197,6 +44,14 @@ __device__ Sum sum_of_warp(Sum sum, bool wide) {
   return sum;
 }
 
+__device__ Extremes sum_of_warp(Extremes extremes, bool) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
+    extremes.add({from_lane_below(extremes.largest, offset),
+                  __shfl_down_sync(kAllLanes, static_cast<long long>(extremes.zeros), offset)});
+  return extremes;
+}
+
 // Thread 0 holds the sum. `warp_sums` must not be in use by any thread of the block, and is free after a barrier.
 template <int kWarps, class Sum>
 __device__ Sum sum_of_block(const Sum& of_thread, bool wide, Sum* warp_sums) {
@@ -209,21 +64,34 @@ __device__ Sum sum_of_block(const Sum& of_thread, bool wide, Sum* warp_sums) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Stage 1. One block a chunk: partials[table.chunk_offset + blockIdx.x], written by thread 0.
+// Stage 1. One block a chunk: partials[table.chunk_offset + blockIdx.x], and with ThreadExtremes what lies beside it in
+// `extremes`, written by thread 0. A leaf that does not count is as good as empty: it is not read.
 // Accumulators: pairs of float32 a thread, or float64 where the norm's `dtype` is; float64 a warp and the block.
+template <class OfThread>
 __global__ void __launch_bounds__(kThreads)
-k_grad_norm_partial(const __grid_constant__ LeafTable table, DType dtype, SumSquares* partials) {
+k_grad_norm_partial(const __grid_constant__ LeafTable table, DType dtype, const int32_t* counted,
+                    const __grid_constant__ Workspace workspace) {
   __shared__ SumSquares warp_sums[kThreads / kWarpSize];
-  const Chunk chunk = table.chunk(blockIdx.x, table.leaf_of(blockIdx.x));
+  const int64_t at = table.chunk_offset + blockIdx.x;
+  Chunk chunk = table.chunk(blockIdx.x, table.leaf_of(blockIdx.x));
+  if (counted != nullptr && counted[table.first_leaf + chunk.leaf] == 0) chunk.size = 0;
   SumSquares sum;
+  OfThread extremes;
   switch (chunk.dtype) {
-    case DType::kF16: sum = sum_squares<F16>(chunk, dtype); break;
-    case DType::kBF16: sum = sum_squares<BF16>(chunk, dtype); break;
-    case DType::kF32: sum = sum_squares<float>(chunk, dtype); break;
-    default: sum = sum_squares<double>(chunk, dtype); break;
+    case DType::kF16: sum = sum_squares<F16>(chunk, dtype, &extremes); break;
+    case DType::kBF16: sum = sum_squares<BF16>(chunk, dtype, &extremes); break;
+    case DType::kF32: sum = sum_squares<float>(chunk, dtype, &extremes); break;
+    default: sum = sum_squares<double>(chunk, dtype, &extremes); break;
   }
   sum = sum_of_block<kThreads / kWarpSize>(sum, chunk.dtype == DType::kF64, warp_sums);
-  if (threadIdx.x == 0) partials[table.chunk_offset + blockIdx.x] = sum;
+  if (threadIdx.x == 0) workspace.partials[at] = sum;
+  if constexpr (std::is_same_v<OfThread, ThreadExtremes>) {
+    __shared__ Extremes warp_extremes[kThreads / kWarpSize];
+    Extremes all = {fmax(static_cast<double>(extremes.largest), extremes.largest_float64), -extremes.nonzeros};
+    all = sum_of_block<kThreads / kWarpSize>(all, false, warp_extremes);
+    all.zeros += chunk.size;
+    if (threadIdx.x == 0) workspace.extremes[at] = all;
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -252,24 +120,38 @@ __device__ Total sum_of_chunks(const LeafTable& table, int leaf, const SumSquare
   return total;
 }
 
-template <class T, class Operands>
-__device__ void put(const Total* leaf_totals, int32_t num_leaves, const Total& all, const Operands& operands) {
-  if (threadIdx.x == 0) put_tree<T>(all, operands);
-  if (!wants_leaves(operands)) return;
-  for (int32_t i = threadIdx.x; i < num_leaves; i += kFinalThreads) put_leaf<T>(i, leaf_totals[i], all, operands);
+// What stage 1 saw of all `chunks`. Thread 0 holds it.
+__device__ Extremes extremes_of_chunks(const Extremes* of_chunks, int64_t chunks) {
+  __shared__ Extremes warp_extremes[kFinalWarps];
+  Extremes extremes{};
+  for (int64_t i = threadIdx.x; i < chunks; i += kFinalThreads) extremes.add(of_chunks[i]);
+  return sum_of_block<kFinalWarps>(extremes, false, warp_extremes);
+}
+
+template <class T>
+__device__ void put(const Workspace& workspace, int64_t chunks, const Total& all, const NormOperands& operands) {
+  const bool any_nonfinite = all.nonfinite > 0;
+  if (threadIdx.x == 0) put_numbers<T>(0, all, any_nonfinite, operands);
+  if (operands.leaf_norms)
+    for (int32_t i = threadIdx.x; i < operands.num_leaves; i += kFinalThreads)
+      put_numbers<T>(1 + i, workspace.leaf_totals[i], any_nonfinite, operands);
+  if (operands.extremes != nullptr) {
+    const Extremes extremes = extremes_of_chunks(workspace.extremes, chunks);
+    if (threadIdx.x == 0) put_extremes<T>(extremes, operands);
+  }
 }
 
 // One block. leaf_totals of the table's leaves, each written by the thread that holds it; with the last leaf of the
 // tree also the results, the tree's by thread 0 and each leaf's by one thread.
 // Accumulators: float64 with the rounding errors of its additions beside it.
-template <class Operands>
 __global__ void __launch_bounds__(kFinalThreads)
-k_grad_norm_final(const __grid_constant__ LeafTable table, const SumSquares* partials, Total* leaf_totals,
-                  int32_t num_leaves, const __grid_constant__ Operands operands) {
+k_grad_norm_final(const __grid_constant__ LeafTable table, const __grid_constant__ Workspace workspace,
+                  const __grid_constant__ NormOperands operands) {
   __shared__ Total warp_sums[kFinalWarps];
   __shared__ Total shared_total;
   const int tid = threadIdx.x, lane = tid % kWarpSize, warp = tid / kWarpSize;
-  Total* const totals = leaf_totals + table.first_leaf;
+  const SumSquares* const partials = workspace.partials;
+  Total* const totals = workspace.leaf_totals + table.first_leaf;
 
   bool too_long = false;
   for (int leaf = tid; leaf < table.num_leaves; leaf += kFinalThreads) {
@@ -293,17 +175,17 @@ k_grad_norm_final(const __grid_constant__ LeafTable table, const SumSquares* par
       __syncthreads();
     }
   }
-  if (table.first_leaf + table.num_leaves < num_leaves) return;
+  if (table.first_leaf + table.num_leaves < operands.num_leaves) return;
 
   // The totals of earlier tables come from earlier launches, those of this one from before a barrier.
   Total all{};
-  for (int32_t i = tid; i < num_leaves; i += kFinalThreads)
-    if (counts(operands, i)) all.add(leaf_totals[i]);
+  for (int32_t i = tid; i < operands.num_leaves; i += kFinalThreads) all.add(workspace.leaf_totals[i]);
   all = sum_of_block<kFinalWarps>(all, operands.dtype == DType::kF64, warp_sums);
   if (tid == 0) shared_total = all;
   __syncthreads();
-  if (operands.dtype == DType::kF64) put<double>(leaf_totals, num_leaves, shared_total, operands);
-  else put<float>(leaf_totals, num_leaves, shared_total, operands);
+  const int64_t chunks = table.chunk_offset + table.chunks();
+  if (operands.dtype == DType::kF64) put<double>(workspace, chunks, shared_total, operands);
+  else put<float>(workspace, chunks, shared_total, operands);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -349,13 +231,12 @@ struct Fill {
 
 template <class In, class T>
 __device__ void scale(const Chunk& chunk, const ScaleOp<T>& op) {
-  switch (op.kind()) {
-    case Mode::kKeep: return;
-    case Mode::kMultiply: return update_chunk<kLoads, In>(chunk, Multiply<In, T>{op});
-    // A float64 division takes longer than a load, and a fill waits for none: short code serves.
-    case Mode::kDivide: return update_chunk<1, In>(chunk, Divide<In, T>{op});
-    case Mode::kFill: return update_chunk<1, In>(chunk, Fill<In>{from_double<In>(op.a)});
-  }
+  const Mode mode = op.kind();
+  if (mode == Mode::kKeep) return;
+  // A float64 division takes longer than a load, and a fill waits for none: short code serves.
+  if (mode == Mode::kDivide) return update_chunk<1, In>(chunk, Divide<In, T>{op});
+  if (mode == Mode::kFill) return update_chunk<1, In>(chunk, Fill<In>{from_double<In>(op.a)});
+  update_chunk<kLoads, In>(chunk, Multiply<In, T>{op});  // to unscale, or to clip
 }
 
 template <class T>
@@ -415,20 +296,17 @@ cudaError_t resident_blocks(int* blocks) {
 
 }  // namespace
 
-cudaError_t launch_grad_norm_partial(cudaStream_t stream, const LeafTable& table, DType dtype, SumSquares* partials) {
+cudaError_t launch_grad_norm_partial(cudaStream_t stream, const LeafTable& table, const Workspace& workspace,
+                                     const NormOperands& operands) {
   if (table.chunks() == 0) return cudaSuccess;
-  return launch(stream, k_grad_norm_partial, table.chunks(), kThreads, table, dtype, partials);
+  const auto kernel =
+      operands.extremes != nullptr ? k_grad_norm_partial<ThreadExtremes> : k_grad_norm_partial<NoExtremes>;
+  return launch(stream, kernel, table.chunks(), kThreads, table, operands.dtype, operands.counted, workspace);
 }
 
-cudaError_t launch_grad_norm_final(cudaStream_t stream, const LeafTable& table, const SumSquares* partials,
-                                   Total* leaf_totals, int32_t num_leaves, const NormOperands& operands) {
-  return launch(stream, k_grad_norm_final<NormOperands>, 1, kFinalThreads, table, partials, leaf_totals, num_leaves,
-                operands);
-}
-cudaError_t launch_grad_norm_final(cudaStream_t stream, const LeafTable& table, const SumSquares* partials,
-                                   Total* leaf_totals, int32_t num_leaves, const SumsOperands& operands) {
-  return launch(stream, k_grad_norm_final<SumsOperands>, 1, kFinalThreads, table, partials, leaf_totals, num_leaves,
-                operands);
+cudaError_t launch_grad_norm_final(cudaStream_t stream, const LeafTable& table, const Workspace& workspace,
+                                   const NormOperands& operands) {
+  return launch(stream, k_grad_norm_final, 1, kFinalThreads, table, workspace, operands);
 }
 
 cudaError_t launch_grad_scale(cudaStream_t stream, const LeafTable& table, const ScaleOperands& operands) {
