@@ -1,8 +1,10 @@
 """Global gradient-norm clipping for JAX: right in every dtype and at every magnitude, native on CPU and CUDA."""
 
-from optax_globalclip._clip import ClipState, clip_tree, global_clip, per_tensor_clip
+from optax_globalclip._clip import clip_tree, global_clip, per_tensor_clip
 from optax_globalclip._loss_scale import DynamicLossScale, LossScaleState, current_loss_scale
+from optax_globalclip._monitor import ClipState
 from optax_globalclip._multi_steps import ClippedMultiStepsState, clipped_multi_steps, has_updated
+from optax_globalclip._native import load_all, use_backend
 from optax_globalclip._norm import global_norm, leaf_norms
 from optax_globalclip._report import LeafReport, LeafRow, backend_info, clip_metrics, custom_call_targets, leaf_report
 
@@ -26,4 +28,8 @@ __all__ = [
     "leaf_norms",
     "leaf_report",
     "per_tensor_clip",
+    "use_backend",
 ]
+
+load_all()  # a program compiled elsewhere finds its custom calls
+del load_all

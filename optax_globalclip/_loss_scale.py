@@ -1,18 +1,20 @@
 """`DynamicLossScale`: its configuration, its moving part, and the one rule that moves it."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_globalclip._arguments import to_float, to_float32, usable_scale
+
 
 class LossScaleState(NamedTuple):
   """The moving part of a loss scale; for a static one `good_windows` stays 0."""
-  loss_scale: jax.Array    # float32, the scale in force
-  good_windows: jax.Array  # int32, finite windows since the scale last changed
+  loss_scale: jax.Array                # float32, the scale in force
+  good_windows: jax.Array              # int32, finite windows since the scale last changed
+  bad_windows: jax.Array | None = None # int32, non-finite ones since it last grew; only where hysteresis is above 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +35,12 @@ class DynamicLossScale:
     growth_interval: finite windows in a row before the scale grows; a positive int.
     minimum: the scale never falls below it; positive.
     maximum: the scale never grows past it; finite in float32.
+    hysteresis: how many non-finite windows it takes, since the scale last grew, before the scale backs off. With 1 it
+      does at each; with n the first n - 1 leave it as it is, and each one from then on lowers it, as in Megatron-LM.
 
   Raises:
     ValueError: a number outside the bounds above, or not finite in float32.
-    TypeError: a value that is no number, or a `growth_interval` that is no int.
+    TypeError: a value that is no number, or a `growth_interval` or `hysteresis` that is no int.
 
   References:
     Micikevicius et al., "Mixed precision training", 2018, section 3.2.
@@ -47,17 +51,11 @@ class DynamicLossScale:
   growth_interval: int = 2000
   minimum: float = 1.0
   maximum: float = 2.0**127
+  hysteresis: int = 1
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      expected = (int, np.integer) if field.name == "growth_interval" else (int, float, np.integer, np.floating)
-      if isinstance(value, bool) or not isinstance(value, expected):
-        kind = "an int" if field.name == "growth_interval" else "a number"
-        raise TypeError(f"DynamicLossScale: {field.name}: expected {kind}, got {value!r}")
-      if not (2.0**-126 <= value and math.isfinite(value) and value < 2.0**128):
-        raise ValueError(f"DynamicLossScale: {field.name}: expected a positive number that is finite and not subnormal in "
-                         f"float32, got {value!r}")
+      object.__setattr__(self, field.name, _read(field.name, getattr(self, field.name)))
     if not self.minimum <= self.initial <= self.maximum:
       raise ValueError(f"DynamicLossScale: expected minimum <= initial <= maximum, got {self.minimum}, {self.initial}, "
                        f"{self.maximum}")
@@ -67,18 +65,39 @@ class DynamicLossScale:
       raise ValueError(f"DynamicLossScale: backoff_factor: expected less than 1, got {self.backoff_factor}")
 
   def init(self) -> LossScaleState:
-    return LossScaleState(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
+    return LossScaleState(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32),
+                          jnp.zeros((), jnp.int32) if self.hysteresis > 1 else None)
 
   def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
     """The scale after a window that was finite or not."""
     good = state.good_windows + 1
-    grows = good >= self.growth_interval
-    # The product may be infinite: the ceiling makes it finite again.
-    grown = jnp.minimum(state.loss_scale * jnp.float32(self.growth_factor), jnp.float32(self.maximum))
-    backed_off = jnp.maximum(state.loss_scale * jnp.float32(self.backoff_factor), jnp.float32(self.minimum))
+    grows = finite & (good >= self.growth_interval)
+    highest = jnp.float32(self.maximum / self.growth_factor)  # that can grow by the whole factor: no product is infinite
+    grown = jnp.where(state.loss_scale >= highest, jnp.float32(self.maximum),
+                      jnp.minimum(state.loss_scale, highest) * jnp.float32(self.growth_factor))
+    lowered = jnp.maximum(state.loss_scale * jnp.float32(self.backoff_factor), jnp.float32(self.minimum))
+    backs_off, bad = ~jnp.asarray(finite), None
+    if self.hysteresis > 1:
+      bad = jnp.minimum(state.bad_windows + backs_off.astype(jnp.int32), self.hysteresis)
+      backs_off = backs_off & (bad >= self.hysteresis)
+      bad = jnp.where(grows, 0, bad)
     return LossScaleState(
-        loss_scale=jnp.where(finite, jnp.where(grows, grown, state.loss_scale), backed_off),
-        good_windows=jnp.where(finite & ~grows, good, 0))
+        loss_scale=jnp.where(grows, grown, jnp.where(backs_off, lowered, state.loss_scale)),
+        good_windows=jnp.where(finite & ~grows, good, 0),
+        bad_windows=bad)
+
+
+def _read(name: str, value: Any) -> float | int:
+  """A field's value as a Python number."""
+  whole = name in ("growth_interval", "hysteresis")
+  if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer) if whole else
+                                                           (int, float, np.integer, np.floating)):
+    raise TypeError(f"DynamicLossScale: {name}: expected {'an int' if whole else 'a number'}, got {value!r}")
+  number = int(value) if whole else to_float(value)
+  if not usable_scale(to_float32(number)):
+    raise ValueError(f"DynamicLossScale: {name}: expected a positive number that is finite and not subnormal in float32, "
+                     f"got {value!r}")
+  return number
 
 
 def find_states(opt_state: Any, kind: type) -> list[Any]:

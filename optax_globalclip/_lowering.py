@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from optax_globalclip import _compat, _native, _reference
+from optax_globalclip import _compat, _leaves, _native, _reference
 
 # One call with n aliased results costs XLA's compiler n^2: past this many, calls of a batch each.
 _ALIASED_LEAVES_A_CALL = 64
@@ -20,16 +20,14 @@ _FUSED_LEAVES = 256
 _XLA_SCALED_LEAVES = 2000
 
 
-def _sums(platform, counted, *leaves, per_leaf):
-  if platform is None:
-    return _reference.sums(counted, leaves, per_leaf=per_leaf)
-  return _native.sums(platform, counted, leaves, per_leaf=per_leaf)
-
-
-def _norm(platform, max_norm, loss_scale, *leaves, **options):
-  if platform is None:
-    return _reference.norm(max_norm, loss_scale, leaves, **options)
-  return _native.norm(platform, max_norm, loss_scale, leaves, **options)
+def _norm(platform, counted, max_norm, loss_scale, *leaves, **options):
+  if platform is not None:
+    return _native.norm(platform, counted, max_norm, loss_scale, leaves, **options)
+  rows, nonfinite, extremes = _reference.sums(counted, leaves, leaf_norms=options["leaf_norms"],
+                                              extremes=options["extremes"])
+  norms, ops = _reference.finish(rows, max_norm, loss_scale, per_leaf=options["per_leaf"],
+                                 on_nonfinite=options["on_nonfinite"])
+  return rows, nonfinite, norms, ops, extremes
 
 
 def scale_stage(platform: str | None, scale_stage: str, leaves) -> str:
@@ -62,36 +60,32 @@ def scale_leaves(platform, ops, leaves, *, per_leaf, stage, out_dtypes, divides,
   return tuple(out)
 
 
-def _clip(platform, max_norm, loss_scale, *leaves, stage, out_dtypes, divides, **options):
+def _clip(platform, counted, max_norm, loss_scale, *leaves, stage, out_dtypes, divides, **options):
   stage = scale_stage(platform, stage, leaves)
   same_dtypes = all(leaf.dtype == dtype for leaf, dtype in zip(leaves, out_dtypes))
   if stage == "kernel" and same_dtypes and len(leaves) <= _FUSED_LEAVES:
-    norms, nonfinite, ops, clipped = _native.clip(platform, max_norm, loss_scale, leaves, **options)
-  else:
-    norms, nonfinite, ops = _norm(platform, max_norm, loss_scale, *leaves, **options)
-    clipped = scale_leaves(platform, ops, leaves, per_leaf=options["per_leaf"], stage=stage, out_dtypes=out_dtypes,
-                           divides=divides, zeroes=options["on_nonfinite"] == _reference.ZERO)
-  return norms, nonfinite, ops, *clipped
+    return _native.clip(platform, counted, max_norm, loss_scale, leaves, **options)
+  numbers = _norm(platform, counted, max_norm, loss_scale, *leaves, **options)
+  ops, per_leaf = numbers[3], options["per_leaf"]
+  return *numbers, *scale_leaves(platform, ops[1:] if per_leaf else ops, leaves, per_leaf=per_leaf, stage=stage,
+                                 out_dtypes=out_dtypes, divides=divides,
+                                 zeroes=options["on_nonfinite"] == _reference.ZERO)
 
 
 def _scale(platform, ops, *leaves, stage, **options):
   return scale_leaves(platform, ops, leaves, stage=scale_stage(platform, stage, leaves), **options)
 
 
-def _sums_results(counted, *leaves, per_leaf):
-  return _reference.sums_results(leaves, per_leaf=per_leaf)
-
-
-def _norm_results(max_norm, loss_scale, *leaves, per_leaf, leaf_norms, **_):
-  return _reference.norm_results(leaves, per_leaf=per_leaf, leaf_norms=leaf_norms)
+def _norm_results(counted, max_norm, loss_scale, *leaves, **options):
+  return [(x.shape, x.dtype) for x in _native.norm_results(leaves, **options)]
 
 
 def _scale_results(ops, *leaves, out_dtypes, **_):
   return [(leaf.shape, dtype) for leaf, dtype in zip(leaves, out_dtypes)]
 
 
-def _clip_results(max_norm, loss_scale, *leaves, **options):
-  return _norm_results(max_norm, loss_scale, *leaves, **options) + _scale_results(None, *leaves, **options)
+def _clip_results(*operands, stage, out_dtypes, divides, **options):
+  return _norm_results(*operands, **options) + _scale_results(None, *operands[3:], out_dtypes=out_dtypes)
 
 
 def _define(name: str, run: Callable, results: Callable) -> Callable:
@@ -105,7 +99,7 @@ def _define(name: str, run: Callable, results: Callable) -> Callable:
     def rule(ctx, *operands, backend, **params):
       chosen = platform if _native.use_native(platform or "this platform", backend) else None
       # A partitioned program is lowered on a thread of XLA's, which knows nothing of a `with jax.enable_x64(True)`.
-      x64 = jax.config.jax_enable_x64 or _reference.norm_dtype(ctx.avals_in) == np.float64
+      x64 = jax.config.jax_enable_x64 or _leaves.norm_dtype(ctx.avals_in) == np.float64
       def run_chosen(*args):
         with jax.enable_x64(x64):
           return run(chosen, *args, **params)
@@ -129,7 +123,10 @@ def _define(name: str, run: Callable, results: Callable) -> Callable:
 
 
 # Called with arrays, leaves last; the options by name, `backend` (auto, native, reference) among them.
-sums = _define("globalclip_sums", _sums, _sums_results)
+#
+# norm:  (counted, max_norm, loss_scale, *leaves) -> (rows, nonfinite, norms, ops, extremes): `_reference.sums`, `finish`
+# clip:  the same -> the same, then the leaves, scaled
+# scale: (ops T[1 or n, 3], *leaves) -> the leaves, scaled
 norm = _define("globalclip_norm", _norm, _norm_results)
 scale = _define("globalclip_scale", _scale, _scale_results)
 clip = _define("globalclip_clip", _clip, _clip_results)

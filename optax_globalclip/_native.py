@@ -12,11 +12,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from optax_globalclip import _reference
+from optax_globalclip._leaves import norm_dtype
 
 PLATFORMS = ("cpu", "cuda")
-_TARGETS = ("sums", "norm", "scale", "clip")
-_VERSION = 1
+_TARGETS = ("norm", "scale", "clip")
+_VERSION = 2
 _libraries: dict[str, ctypes.CDLL] = {}  # those in use, by platform
 
 
@@ -57,7 +57,7 @@ def _cuda_version(version: int) -> str:
 
 
 @functools.cache
-def status(platform: str) -> Status:
+def load(platform: str) -> Status:
   """Loads and registers a platform's library on first use."""
   if platform not in PLATFORMS:
     return Status(False, f"no native code for platform {platform!r}")
@@ -89,19 +89,53 @@ def status(platform: str) -> Status:
   return Status(True, str(path))
 
 
-def backend() -> str:
-  """The value of OPTAX_GLOBALCLIP_BACKEND."""
-  value = os.environ.get("OPTAX_GLOBALCLIP_BACKEND", "auto")
+def load_all() -> None:
+  """Registers every library that is there, so that programs compiled in another process find their calls."""
+  for platform in PLATFORMS:
+    load(platform)
+
+
+_chosen_backend = jax.make_user_context(None)  # part of the key under which JAX keeps what it has compiled
+
+
+def use_backend(backend: str):
+  """A context manager within which every computation takes the path that is named, whatever the environment says.
+
+  JAX compiles a jitted function again where the path changes. OPTAX_GLOBALCLIP_BACKEND says the same for a whole
+  process; it is read whenever a function is traced, so set it before the first.
+
+  Args:
+    backend: "native", "reference" or "auto", as for OPTAX_GLOBALCLIP_BACKEND.
+
+  Raises:
+    ValueError: for another name.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_globalclip as ogc
+    >>> with ogc.use_backend("reference"):
+    ...   print(ogc.backend_info()["setting"])
+    reference
+  """
+  return _chosen_backend(_check_backend("use_backend", backend))
+
+
+def _check_backend(name: str, value: str) -> str:
   if value not in ("auto", "native", "reference"):
-    raise ValueError(f"OPTAX_GLOBALCLIP_BACKEND must be 'auto', 'native' or 'reference', got {value!r}")
+    raise ValueError(f"{name} must be 'auto', 'native' or 'reference', got {value!r}")
   return value
+
+
+def backend() -> str:
+  """The path that is asked for: by `use_backend`, else by OPTAX_GLOBALCLIP_BACKEND."""
+  return _chosen_backend.value or _check_backend("OPTAX_GLOBALCLIP_BACKEND",
+                                                 os.environ.get("OPTAX_GLOBALCLIP_BACKEND", "auto"))
 
 
 def use_native(platform: str, mode: str) -> bool:
   """Whether computations lowered for `platform` take the native path; an error where `mode` says so and they cannot."""
   if mode == "reference":
     return False
-  found = status(platform)
+  found = load(platform)
   if mode == "native" and not found.available:
     raise RuntimeError(f"OPTAX_GLOBALCLIP_BACKEND=native, but on {platform}: {found.reason}. Build the native library "
                        "with `pip install .` from a checkout (BUILD.md), or unset the variable.")
@@ -117,37 +151,41 @@ def _workspace(platform: str, leaves: Sequence[jax.Array]) -> tuple[jax.ShapeDty
   return (jax.ShapeDtypeStruct((size,), np.uint8),)
 
 
-def _structs(results):
-  return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results)
+def _like(arrays) -> tuple[jax.ShapeDtypeStruct, ...]:
+  return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
 
 
-def _like(leaves):
-  return _structs((leaf.shape, leaf.dtype) for leaf in leaves)
-
-
-def sums(platform, counted, leaves, *, per_leaf):
-  results = _structs(_reference.sums_results(leaves, per_leaf=per_leaf))
-  call = jax.ffi.ffi_call(target_name("sums", platform), results + _workspace(platform, leaves))
-  return tuple(call(counted, *leaves, per_leaf=per_leaf)[:2])
-
-
-def norm(platform, max_norm, loss_scale, leaves, *, per_leaf, leaf_norms, on_nonfinite):
-  results = _structs(_reference.norm_results(leaves, per_leaf=per_leaf, leaf_norms=leaf_norms))
+def norm(platform, counted, max_norm, loss_scale, leaves, **attributes):
+  """`(rows, nonfinite, norms, ops, extremes)`, as `_lowering.norm` gives them."""
+  results = _like(norm_results(leaves, **attributes))
   call = jax.ffi.ffi_call(target_name("norm", platform), results + _workspace(platform, leaves))
-  return tuple(call(max_norm, loss_scale, *leaves, per_leaf=per_leaf, leaf_norms=leaf_norms,
-                    on_nonfinite=np.int32(on_nonfinite))[:3])
+  return tuple(call(counted, max_norm, loss_scale, *leaves, **_typed(attributes))[:len(results)])
 
 
 def scale(platform, ops, leaves, *, per_leaf):
+  """The leaves scaled in place, each by the op of its row, or all by the only one."""
   call = jax.ffi.ffi_call(target_name("scale", platform), _like(leaves),
                           input_output_aliases={i + 1: i for i in range(len(leaves))})
   return call(ops, *leaves, per_leaf=per_leaf)
 
 
-def clip(platform, max_norm, loss_scale, leaves, *, per_leaf, leaf_norms, on_nonfinite):
-  results = _structs(_reference.norm_results(leaves, per_leaf=per_leaf, leaf_norms=leaf_norms))
+def clip(platform, counted, max_norm, loss_scale, leaves, **attributes):
+  """What `norm` gives, then the leaves scaled in place: the three kernels in one call."""
+  results = _like(norm_results(leaves, **attributes))
   call = jax.ffi.ffi_call(target_name("clip", platform), results + _like(leaves) + _workspace(platform, leaves),
-                          input_output_aliases={i + 2: i + 3 for i in range(len(leaves))})
-  norms, nonfinite, ops, *rest = call(max_norm, loss_scale, *leaves, per_leaf=per_leaf, leaf_norms=leaf_norms,
-                                      on_nonfinite=np.int32(on_nonfinite))
-  return norms, nonfinite, ops, tuple(rest[:len(leaves)])
+                          input_output_aliases={i + 3: i + len(results) for i in range(len(leaves))})
+  return tuple(call(counted, max_norm, loss_scale, *leaves, **_typed(attributes))[:len(results) + len(leaves)])
+
+
+def norm_results(leaves: Sequence[jax.Array], *, per_leaf: bool, leaf_norms: bool, extremes: bool,
+                 on_nonfinite: int = 0) -> list[jax.ShapeDtypeStruct]:
+  """Shapes and dtypes of `(rows, nonfinite, norms, ops, extremes)`; number 0 is the tree's, 1 + i leaf i's."""
+  del on_nonfinite
+  m, k = (len(leaves) + 1 if wanted else 1 for wanted in (leaf_norms, per_leaf))
+  dtype = norm_dtype(leaves)
+  return [jax.ShapeDtypeStruct(shape, kind) for shape, kind in (
+      ((m, 3), dtype), ((m,), np.int32), ((m,), dtype), ((k, 3), dtype), ((2 if extremes else 0,), dtype))]
+
+
+def _typed(attributes: dict) -> dict:
+  return attributes | dict(on_nonfinite=np.int32(attributes["on_nonfinite"]))

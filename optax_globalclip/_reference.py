@@ -1,14 +1,16 @@
 """The specification in `jnp`: what every path computes, on every platform, to 1e-6.
 
-A tree is clipped in four steps, each a function here and a native one in `_native`:
+A tree is clipped in three steps, each a function here and native code in `ffi/`:
 
-1. `sums`: the sum of squares of each leaf, or of the tree, as rows `(hi, lo, exponent)` that stand for
-   `(hi + lo) * 4**exponent` with hi in [1, 4) or 0, and the number of non-finite elements.
-2. `finish`: from a row, the norm in true units and the op `(mode, a, b)` that says what happens to an element.
+1. `sums`: the sum of squares as rows `(hi, lo, exponent)` that stand for `(hi + lo) * 4**exponent` with hi in [1, 4) or
+   0, and the number of non-finite elements. Row 0 is the tree's, row 1 + i leaf i's where they are wanted.
+2. `finish`: from rows to norms in true units, and to ops `(mode, a, b)`. The mode is the judgement of an update, made
+   here and nowhere else: kept, clipped, or bad.
 3. `scale`: the op applied to a leaf.
 
-`norm` is 1 and 2, `clip` all of them. All arithmetic is in T: float64 where a leaf is float64 or complex128, else
-float32. Any magnitude is right, because squares are taken of elements divided by a power of two near the largest.
+All arithmetic is in T: float64 where a leaf is float64 or complex128, else float32. Any magnitude is right, because
+squares are taken of elements divided by a power of two near the largest. A row is finite whatever the elements are: a
+sum that is not has an exponent that says so.
 """
 
 import functools
@@ -19,34 +21,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-KEEP, MULTIPLY, DIVIDE, FILL = range(4)
+from optax_globalclip._arguments import usable_max_norm, usable_scale
+from optax_globalclip._leaves import norm_dtype
+
+# What becomes of an element x. KEEP, UNSCALE, DIVIDE: the norm is at or below the threshold, and x stays bit for bit, is
+# multiplied by a power of two, or is divided by the loss scale. CLIP: it is above, and x becomes x * a * b. FILL: the
+# update is bad, and x becomes a.
+KEEP, UNSCALE, DIVIDE, CLIP, FILL = range(5)
 PROPAGATE, ZERO = range(2)
-ZERO_EXPONENT = -4096  # of a zero sum: below every other, so that a maximum passes it over
-
-
-def norm_dtype(leaves: Sequence[jax.Array]) -> np.dtype:
-  wide = any(leaf.dtype in (jnp.float64, jnp.complex128) for leaf in leaves)
-  return np.dtype(np.float64 if wide else np.float32)
-
-
-def sums_results(leaves: Sequence[jax.Array], *, per_leaf: bool) -> list[tuple]:
-  """Shapes and dtypes of what `sums` gives."""
-  k = len(leaves) if per_leaf else 1
-  return [((k, 3), norm_dtype(leaves)), ((k,), jnp.int32)]
-
-
-def norm_results(leaves: Sequence[jax.Array], *, per_leaf: bool, leaf_norms: bool) -> list[tuple]:
-  """Shapes and dtypes of what `norm` gives."""
-  n, dtype = len(leaves), norm_dtype(leaves)
-  return [((n + 1 if leaf_norms else 1,), dtype), ((n if leaf_norms else 1,), jnp.int32),
-          ((n if per_leaf else 1, 3), dtype)]
+# Exponents of sums that are not ordinary numbers, in an order in which a maximum finds what the whole is.
+ZERO_EXPONENT, INFINITE_EXPONENT, NAN_EXPONENT = -4096, 8192, 16384
 
 
 def _real_parts(leaf: jax.Array) -> list[jax.Array]:
   return [leaf.real, leaf.imag] if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else [leaf]
 
 
-def _two_sum(a, b):
+def two_sum(a, b):
   """`a + b` rounded, and the rounding error, exactly (Knuth)."""
   hi = a + b
   part = hi - a
@@ -56,9 +47,9 @@ def _two_sum(a, b):
 def _exact_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The sum over all elements as a pair: a reduction whose addition keeps its rounding errors."""
   def add(a, b):
-    hi, error = _two_sum(a[0], b[0])
+    hi, error = two_sum(a[0], b[0])
     # Back to a pair whose second is below the first's last bit: left apart, the errors of 2^25 elements outgrow T too.
-    return _two_sum(hi, a[1] + b[1] + error)
+    return two_sum(hi, a[1] + b[1] + error)
   zero = jnp.zeros((), x.dtype)
   return lax.reduce((x, jnp.zeros_like(x)), (zero, zero), add, tuple(range(x.ndim)))
 
@@ -73,7 +64,7 @@ def _square(x):
   return square, ((hi * hi - square) + x.dtype.type(2) * hi * lo) + lo * lo
 
 
-def _ldexp(x, exponent, steps=4):
+def ldexp(x, exponent, steps=4):
   """`x * 2**exponent`, in steps of normal factors, so that nothing is lost or infinite on the way.
 
   Two steps reach from any number of T to [1, 4), four from any quotient of two.
@@ -107,35 +98,35 @@ def _frexp(x):
   return jnp.where(ordinary, mantissa, x), jnp.where(ordinary, exponent, word(0)).astype(jnp.int32)
 
 
-def normalize(hi, lo, exponent, nonfinite):
-  """A row `(hi, lo, exponent)` of the same value with hi in [1, 4), or 0; (NaN, 0, 0) where an element is not finite."""
+def normalize(hi, lo, exponent):
+  """A row `(hi, lo, exponent)` of the same value with hi in [1, 4), or 0; (0, 0, exponent) of a sum that is not finite."""
+  nonfinite = exponent >= INFINITE_EXPONENT
+  hi, lo = (jnp.where(nonfinite, jnp.zeros_like(x), x) for x in (hi, lo))
   value = hi + lo
   power = _frexp(value)[1]
   shift = jnp.where(value > 0, (power - 1) >> 1, 0)
-  hi, lo = _two_sum(_ldexp(hi, -2 * shift, steps=2), _ldexp(lo, -2 * shift, steps=2))
-  exponent = jnp.where(value > 0, exponent + shift, ZERO_EXPONENT)
-  bad = nonfinite > 0
-  nan = jnp.full_like(hi, jnp.nan)
-  hi = jnp.where(bad, nan, hi)
-  lo = jnp.where(bad, jnp.zeros_like(lo), lo)
-  return jnp.stack([hi, lo, jnp.where(bad, 0, exponent).astype(hi.dtype)], axis=-1)
+  hi, lo = two_sum(ldexp(hi, -2 * shift, steps=2), ldexp(lo, -2 * shift, steps=2))
+  exponent = jnp.where(nonfinite, exponent, jnp.where(value > 0, exponent + shift, ZERO_EXPONENT))
+  return jnp.stack([hi, lo, exponent.astype(hi.dtype)], axis=-1)
 
 
-def _survey(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-  """How many elements are NaN or infinite, and the largest magnitude, from one pass."""
+def _survey(parts: list[jax.Array], extremes: bool) -> tuple[jax.Array, ...]:
+  """How many elements are NaN or infinite, the largest magnitude and, with `extremes`, how many are 0: in one pass."""
   def add(a, b):
-    return a[0] + b[0], jnp.maximum(a[1], b[1])
-  zeros = jnp.zeros((), jnp.uint32), jnp.zeros((), parts[0].dtype)
-  of_parts = [lax.reduce(((~jnp.isfinite(part)).astype(jnp.uint32), jnp.abs(part)), zeros, add, tuple(range(part.ndim)))
-              for part in parts]
-  count, largest = functools.reduce(add, of_parts)
-  return jnp.minimum(count, jnp.uint32(2**31 - 1)).astype(jnp.int32), largest
+    return (a[0] + b[0], jnp.maximum(a[1], b[1]), *(x + y for x, y in zip(a[2:], b[2:])))
+  def of_part(part):
+    return ((~jnp.isfinite(part)).astype(jnp.uint32), jnp.abs(part),
+            *([(part == 0).astype(jnp.uint32)] if extremes else []))
+  count = jnp.zeros((), jnp.uint32)
+  zeros = (count, jnp.zeros((), parts[0].dtype), *([count] if extremes else []))
+  of_parts = [lax.reduce(of_part(part), zeros, add, tuple(range(part.ndim))) for part in parts]
+  count, *rest = functools.reduce(add, of_parts)
+  return jnp.minimum(count, jnp.uint32(2**31 - 1)).astype(jnp.int32), *rest
 
 
-def _rows(leaves: Sequence[jax.Array], dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-  """`(rows T[n, 3], nonfinite int32[n])`. What is a scalar for each leaf is done for all at once: it compiles faster."""
-  parts = [[part.astype(dtype) for part in _real_parts(leaf)] for leaf in leaves]
-  nonfinite, largest = map(jnp.stack, zip(*map(_survey, parts)))
+def _rows(parts: list[list[jax.Array]], nonfinite: jax.Array, largest: jax.Array) -> jax.Array:
+  """A row T[3] of each leaf. What is a scalar for each leaf is done for all at once: it compiles faster."""
+  dtype = largest.dtype
   usable = (nonfinite == 0) & (largest > 0)
   exponent = _frexp(jnp.where(usable, largest, jnp.ones_like(largest)))[1]
   near = jnp.clip(-exponent, jnp.finfo(dtype).minexp, jnp.finfo(dtype).maxexp - 1)
@@ -145,90 +136,132 @@ def _rows(leaves: Sequence[jax.Array], dtype: np.dtype) -> tuple[jax.Array, jax.
     hi, lo = _exact_sum(lax.square(of_leaf[0] * near[i] * rest[i]))
     for part in of_leaf[1:]:
       more, more_lo = _exact_sum(lax.square(part * near[i] * rest[i]))
-      hi, error = _two_sum(hi, more)
+      hi, error = two_sum(hi, more)
       lo = lo + more_lo + error
     sums.append((hi, lo))
-  hi, lo = jnp.stack([hi for hi, _ in sums]), jnp.stack([lo for _, lo in sums])
-  return normalize(hi, lo, exponent, nonfinite), nonfinite
+  code = jnp.where(jnp.isnan(largest), NAN_EXPONENT, INFINITE_EXPONENT)
+  return normalize(jnp.stack([hi for hi, _ in sums]), jnp.stack([lo for _, lo in sums]),
+                    jnp.where(nonfinite > 0, code, exponent))
 
 
-def add_rows(rows: jax.Array, nonfinite: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The row and the count of all `rows` (T[n, 3]) together."""
-  bad = jnp.minimum(jnp.sum(nonfinite, dtype=jnp.uint32), jnp.uint32(2**31 - 1)).astype(jnp.int32)
-  if not rows.shape[0]:
-    return jnp.asarray([0, 0, ZERO_EXPONENT], rows.dtype), bad
-  exponents = jnp.where(nonfinite > 0, 0, rows[:, 2]).astype(jnp.int32)
-  exponent = jnp.max(exponents)
-  shift = jnp.maximum(2 * (exponents - exponent), -4 * jnp.finfo(rows.dtype).maxexp)
-  hi, lo = _exact_sum(_ldexp(rows[:, 0], shift))
-  return normalize(hi, lo + jnp.sum(_ldexp(rows[:, 1], shift)), exponent, bad), bad
+def _add_rows(rows: jax.Array) -> jax.Array:
+  """The row T[1, 3] of all `rows` together."""
+  exponents = rows[:, 2].astype(jnp.int32)
+  top = jnp.max(exponents, initial=ZERO_EXPONENT)
+  exponent = jnp.max(jnp.where(exponents >= INFINITE_EXPONENT, ZERO_EXPONENT, exponents), initial=ZERO_EXPONENT)
+  shift = jnp.clip(2 * (exponents - exponent), -4 * jnp.finfo(rows.dtype).maxexp, 0)
+  hi, lo = _exact_sum(ldexp(rows[:, 0], shift))
+  lo = lo + jnp.sum(ldexp(rows[:, 1], shift))
+  return normalize(hi, lo, jnp.where(top >= INFINITE_EXPONENT, top, exponent))[None]
 
 
-def sums(counted, leaves, *, per_leaf):
-  """`(rows T[k, 3], nonfinite int32[k])`, k = number of leaves with `per_leaf`, else 1; of the leaves counted."""
+def sums(counted: jax.Array, leaves: Sequence[jax.Array], *, leaf_norms: bool, extremes: bool):
+  """`(rows T[m, 3], nonfinite int32[m], extremes T[e])`: the tree's and, with `leaf_norms`, each leaf's: m is n + 1 or 1.
+
+  `counted` is int32[n], 0 for a leaf that does not count here, or int32[0] where all do. `extremes` has the largest
+  magnitude of the operands' elements and the number of zeros among them, or nothing: e is 2 or 0.
+  """
   dtype = norm_dtype(leaves)
-  rows, nonfinite = _rows(leaves, dtype) if leaves else (jnp.zeros((0, 3), dtype), jnp.zeros(0, jnp.int32))
-  rows = jnp.where((counted != 0)[:, None], rows, jnp.asarray([0, 0, ZERO_EXPONENT], dtype))
-  nonfinite = jnp.where(counted != 0, nonfinite, 0)
-  if per_leaf:
-    return rows, nonfinite
-  row, count = add_rows(rows, nonfinite)
-  return row[None], count[None]
+  rows, nonfinite = jnp.zeros((0, 3), dtype), jnp.zeros(0, jnp.int32)
+  largest = zeros = jnp.zeros(0, dtype)
+  if leaves:
+    parts = [[part.astype(dtype) for part in _real_parts(leaf)] for leaf in leaves]
+    nonfinite, largest, *zeros = map(jnp.stack, zip(*(_survey(of_leaf, extremes) for of_leaf in parts)))
+    rows = _rows(parts, nonfinite, largest)
+  if counted.size:
+    here = counted != 0
+    rows = jnp.where(here[:, None], rows, jnp.asarray([0, 0, ZERO_EXPONENT], dtype))
+    nonfinite, largest = (jnp.where(here, x, jnp.zeros_like(x)) for x in (nonfinite, largest))
+    zeros = [jnp.where(here, x, jnp.zeros_like(x)) for x in zeros]
+  count = jnp.minimum(jnp.sum(nonfinite, dtype=jnp.uint32), jnp.uint32(2**31 - 1)).astype(jnp.int32)[None]
+  found = jnp.zeros(0, dtype)
+  if extremes:
+    largest = jnp.where(jnp.isnan(largest), jnp.zeros_like(largest), largest)
+    found = jnp.stack([jnp.max(largest, initial=0), jnp.sum(jnp.asarray(zeros).astype(dtype))])
+  row = _add_rows(rows)
+  if leaf_norms:
+    return jnp.concatenate([row, rows]), jnp.concatenate([count, nonfinite]), found
+  return row, count, found
 
 
-def finish(row, any_nonfinite, max_norm, loss_scale, *, on_nonfinite):
-  """`(norm T[], op T[3])` of one row. `any_nonfinite` speaks of the whole tree."""
-  dtype = row.dtype
-  one, zero, nan = (jnp.asarray(v, dtype) for v in (1, 0, jnp.nan))
-  hi, lo, exponent = row[0], row[1], row[2].astype(jnp.int32)
+def _norms(rows, loss_scale, on_nonfinite):
+  """`(norms T[m], roots T[m])`: the norms in true units; a root is a norm's mantissa, before the loss scale."""
+  hi, lo, exponent = rows[:, 0], rows[:, 1], rows[:, 2].astype(jnp.int32)
+  positive = hi > 0
   root = jnp.sqrt(hi)
   square, error = _square(root)
-  root = jnp.where(hi > 0, root + ((hi - square) - error + lo) / (jnp.asarray(2, dtype) * root), root)
-  scale_mantissa, scale_exponent = _frexp(loss_scale.astype(dtype))
-  norm = jnp.where(root == 0, zero, _ldexp(root / scale_mantissa, exponent - scale_exponent))
-  max_mantissa, max_exponent = _frexp(jnp.abs(max_norm))  # -0 is 0
-
-  def op(mode, a, b=one):
-    return jnp.stack([jnp.asarray(mode, dtype), a, b])
-
-  # Unclipped gradients of a scaled loss are multiplied by a power of two or divided. Where they are clipped the loss
-  # scale cancels: (g / s) * (max / (|g| / s)).
-  unclipped = norm <= max_norm
-  mantissa = jnp.where(unclipped, one, max_mantissa / root)
-  power = jnp.where(unclipped, 1 - scale_exponent, max_exponent.astype(jnp.int32) - exponent)
-  half = jnp.where(jnp.abs(power) > (120 if dtype == np.float32 else 1000), lax.div(power, np.int32(2)), 0)
-  result = op(MULTIPLY, _ldexp(mantissa, power - half, steps=2), _ldexp(one, half, steps=2))
-  result = jnp.where(unclipped & (scale_mantissa != 0.5), op(DIVIDE, loss_scale.astype(dtype)), result)
-  result = jnp.where(unclipped & (loss_scale == 1), op(KEEP, one), result)
-  result = jnp.where(any_nonfinite, op(FILL, zero if on_nonfinite == ZERO else nan), result)
-  bad_scale = ~((loss_scale >= jnp.finfo(np.float32).tiny) & jnp.isfinite(loss_scale))  # a subnormal one is 0 to XLA
-  result = jnp.where(bad_scale | ~(max_norm >= 0), op(FILL, nan), result)
-  return jnp.where(bad_scale, nan, norm), result
+  root = root + ((hi - square) - error + lo) / (hi.dtype.type(2) * jnp.where(positive, root, jnp.ones_like(root)))
+  mantissa, scale_exponent = _frexp(loss_scale)
+  norms = jnp.where(positive, ldexp(root / mantissa, jnp.where(positive, exponent, 0) - scale_exponent),
+                    jnp.zeros_like(root))
+  return _nonfinite_norms(norms, exponent, on_nonfinite), root
 
 
-def finish_all(rows, nonfinite, max_norm, loss_scale, *, per_leaf, on_nonfinite):
-  """`(norms T[n + 1], ops T[k, 3])`: the tree's norm, then each leaf's."""
-  row, count = add_rows(rows, nonfinite)
-  one = functools.partial(finish, on_nonfinite=on_nonfinite)
-  norms, ops = jax.vmap(one, in_axes=(0, None, None, None))(
-      jnp.concatenate([row[None], rows]), count > 0, max_norm, loss_scale)
-  return norms, ops[1:] if per_leaf else ops[:1]
+def _nonfinite_norms(norms, exponent, on_nonfinite):
+  """Infinity, or NaN where there is one and it is to be seen, in the place of norms whose sums were not finite."""
+  # Constants of the norms' shape: a NaN or an infinity that is made, only to be left out, stops JAX's debuggers.
+  infinite, nan = (np.full(norms.shape, value, norms.dtype) for value in (np.inf, np.nan))
+  norms = lax.select(exponent >= INFINITE_EXPONENT, infinite, norms)
+  return lax.select(exponent >= NAN_EXPONENT, nan, norms) if on_nonfinite == PROPAGATE else norms
 
 
-def finish_tree(row, nonfinite, max_norm, loss_scale, *, on_nonfinite):
-  """`(norms T[1], ops T[1, 3])` from the row T[1, 3] and the count int32[1] of a whole tree."""
-  norm, op = finish(row[0], nonfinite[0] > 0, max_norm, loss_scale, on_nonfinite=on_nonfinite)
-  return norm[None], op[None]
+def finish(rows, max_norm, loss_scale, *, per_leaf: bool, on_nonfinite: int):
+  """`(norms T[m], ops T[k, 3])` from `sums`; k is m with `per_leaf`, where each leaf has an op of its own, else 1.
+
+  `max_norm` is T[], or T[m] of a threshold each. Bad is an update with a non-finite element anywhere in the tree, or
+  with a loss scale or a threshold that cannot be used: `ops[0]` says so for the whole tree.
+  """
+  dtype = rows.dtype
+  good_scale = usable_scale(loss_scale)
+  norms, roots = _norms(rows, jnp.where(good_scale, loss_scale, jnp.ones_like(loss_scale)).astype(dtype), on_nonfinite)
+  refused = np.full(norms.shape, np.nan if on_nonfinite == PROPAGATE else np.inf, dtype)
+  norms = lax.select(jnp.broadcast_to(good_scale, norms.shape), norms, refused)
+  k = len(norms) if per_leaf else 1
+  good_max = usable_max_norm(max_norm)
+  bad = (rows[0, 2] >= INFINITE_EXPONENT) | ~good_scale | ~jnp.all(good_max)
+  ops = _ops(norms[:k], roots[:k], rows[:k, 2].astype(jnp.int32),
+             jnp.broadcast_to(jnp.where(good_max, jnp.abs(max_norm), jnp.ones_like(max_norm)), norms.shape)[:k],  # -0: 0
+             jnp.where(good_scale, loss_scale, jnp.ones_like(loss_scale)).astype(dtype))
+  fill = np.tile(np.asarray([FILL, np.nan if on_nonfinite == PROPAGATE else 0, 0], dtype), (k, 1))
+  return norms, lax.select(jnp.broadcast_to(bad, fill.shape), fill, ops)
 
 
-def norm(max_norm, loss_scale, leaves, *, per_leaf, leaf_norms, on_nonfinite):
-  """`(norms T[n + 1], nonfinite int32[n], ops T[k, 3])`; without `leaf_norms` norms T[1] and nonfinite int32[1]."""
-  rows, nonfinite = sums(np.ones(len(leaves), np.int32), leaves, per_leaf=leaf_norms)
-  if leaf_norms:
-    norms, ops = finish_all(rows, nonfinite, max_norm, loss_scale, per_leaf=per_leaf, on_nonfinite=on_nonfinite)
-  else:
-    norms, ops = finish_tree(rows, nonfinite, max_norm, loss_scale, on_nonfinite=on_nonfinite)
-  return norms, nonfinite, ops
+def _ops(norms, roots, exponents, max_norm, loss_scale):
+  """The ops T[k, 3] of updates that are not bad.
+
+  Those at or below the threshold are only unscaled: by a multiplication where the scale is a power of two. Above it the
+  loss scale cancels: (g / s) * (max / (|g| / s)).
+  """
+  dtype = norms.dtype
+  one = jnp.ones_like(norms)
+  scale_mantissa, scale_exponent = _frexp(loss_scale)
+  max_mantissa, max_exponent = _frexp(max_norm)
+  clips = norms > max_norm
+  mantissa = jnp.where(clips, max_mantissa / jnp.where(clips, roots, one), one)
+  power = jnp.where(clips, max_exponent - exponents, 1 - scale_exponent)
+  half = jnp.where(jnp.abs(power) > (120 if dtype == np.float32 else 1000), lax.div(power, jnp.full_like(power, 2)), 0)
+  divides = ~clips & (scale_mantissa != 0.5)
+  mode = jnp.where(clips, CLIP, jnp.where(loss_scale == 1, KEEP, jnp.where(scale_mantissa == 0.5, UNSCALE, DIVIDE)))
+  a = jnp.where(divides, loss_scale, ldexp(mantissa, power - half, steps=2))
+  b = jnp.where(divides, one, ldexp(one, half, steps=2))
+  return jnp.stack([mode.astype(dtype), a, b], axis=-1)
+
+
+def is_bad(ops: jax.Array) -> jax.Array:
+  """bool[]: whether the update of the tree was judged bad."""
+  return ops[0, 0] == FILL
+
+
+def is_clipped(ops: jax.Array) -> jax.Array:
+  """bool[]: whether any leaf was clipped."""
+  return jnp.any(ops[:, 0] == CLIP) if len(ops) == 1 else jnp.any(ops[1:, 0] == CLIP)
+
+
+def clip_factors(ops: jax.Array, norms: jax.Array, max_norm: jax.Array) -> jax.Array:
+  """T[k]: for each op the factor by which it clips, `max_norm / norm`; 1 where it does not."""
+  clips = ops[:, 0] == CLIP
+  norms = norms[:len(ops)]
+  return jnp.where(clips, max_norm / jnp.where(clips, norms, jnp.ones_like(norms)), jnp.ones_like(norms))
 
 
 def op_of(ops: jax.Array, i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -260,9 +293,10 @@ def scale(leaf: jax.Array, op, out_dtype, *, divides: bool, zeroes: bool) -> jax
     parts = [scale(part, op, part.dtype, divides=divides, zeroes=zeroes) for part in _real_parts(leaf)]
     return lax.complex(*parts).astype(out_dtype)
   x = leaf.astype(a.dtype)
-  y = x * a * b
-  if divides:
-    y = lax.select(mode == DIVIDE, divide(x, a), y)
   if zeroes:
-    y = lax.select((mode == FILL) & (a == 0), jnp.zeros_like(y), y)
+    x = lax.select(mode == FILL, jnp.zeros_like(x), x)
+  one = jnp.ones_like(a)
+  y = x * (jnp.where(mode == DIVIDE, one, a) if divides else a) * b
+  if divides:
+    y = lax.select(mode == DIVIDE, divide(x, jnp.where(mode == DIVIDE, a, one)), y)
   return lax.select(mode == KEEP, leaf.astype(out_dtype), y.astype(out_dtype))

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import optax
 
-from optax_globalclip import _native, _norm
-from optax_globalclip._clip import ClipState
+from optax_globalclip import _auto, _leaves, _monitor, _native, _ops
 from optax_globalclip._loss_scale import LossScaleState, find_states, plain
+from optax_globalclip._monitor import ClipState
 
 
 def backend_info() -> dict[str, str]:
@@ -30,7 +30,7 @@ def backend_info() -> dict[str, str]:
   mode = _native.backend()
   info = {"setting": mode}
   for platform in _native.PLATFORMS:
-    found = _native.status(platform)
+    found = _native.load(platform)
     if mode == "reference":
       info[platform] = "reference: OPTAX_GLOBALCLIP_BACKEND=reference"
     elif found.available:
@@ -44,8 +44,8 @@ def backend_info() -> dict[str, str]:
 def custom_call_targets() -> tuple[str, ...]:
   """The names of the custom calls that the native paths put into a program, for `jax.export`.
 
-  `jax.export` refuses custom calls it does not know, because whoever loads the program must have them registered. This
-  function registers those of the native libraries that are there, so call it where a program is loaded too.
+  `jax.export` refuses custom calls it does not know, because whoever loads the program must have them registered. To
+  import this package registers those of the native libraries that are there.
 
   Returns:
     The names for every platform, whether or not its library was built. A name changes when the call's meaning does.
@@ -57,9 +57,7 @@ def custom_call_targets() -> tuple[str, ...]:
     >>> float(norm.call(jnp.array([3., 4.])))
     5.0
   """
-  for platform in _native.PLATFORMS:
-    _native.status(platform)
-  return _native.target_names()
+  return _native.target_names() + (_auto.TARGET,)
 
 
 def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -72,7 +70,10 @@ def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
   Returns:
     Scalars by name: `global_norm` (before the clip, in true units), `clip_factor`, `steps`, `clipped_steps`,
     `nonfinite_steps`, `consecutive_nonfinite`; of `clipped_multi_steps` also `loss_scale`, the one now in
-    force. A step is an update, or a window; before the first, all are 0.
+    force. With `monitor=True` also `largest_element`, the largest magnitude of an element in true units (of a complex
+    one, of its parts), infinite where one is not finite, and `zero_elements`, how many are zero (of a complex leaf
+    parts are counted). A step is an update, or a window; before the first, all are 0. A window that was skipped has
+    the norm +inf.
 
   Raises:
     ValueError: where the state holds no monitored clip, or several.
@@ -90,6 +91,8 @@ def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
                      f"{type(opt_state).__name__} (clipped_multi_steps always records, global_clip and per_tensor_clip "
                      "with monitor=True)")
   metrics = {name: plain(value) for name, value in states[0]._asdict().items() if name != "leaf_metrics"}
+  if states[0].leaf_metrics is not None:
+    metrics |= {name: plain(getattr(states[0].leaf_metrics, name)) for name in ("largest_element", "zero_elements")}
   scales = find_states(opt_state, LossScaleState)
   if len(scales) == 1:
     metrics["loss_scale"] = plain(scales[0].loss_scale)
@@ -109,11 +112,12 @@ class LeafReport(NamedTuple):
   rows: tuple[LeafRow, ...]
 
   def __str__(self) -> str:
-    width = max([len("leaf"), *(len(row.path) for row in self.rows)])
+    names = [row.path if row.path.isprintable() else ascii(row.path) for row in self.rows]
+    width = max(map(len, ["leaf", *names]))
     lines = [f"{'leaf':{width}}  {'norm':>10}  {'share':>7}  {'non-finite':>10}"]
-    for row in self.rows:
+    for name, row in zip(names, self.rows):
       share = "" if math.isnan(row.share) else f"{row.share:.1%}"
-      lines.append(f"{row.path:{width}}  {row.norm:10.4g}  {share:>7}  {row.nonfinite:10d}")
+      lines.append(f"{name:{width}}  {row.norm:10.4g}  {share:>7}  {row.nonfinite:10d}")
     return "\n".join(lines)
 
 
@@ -163,20 +167,21 @@ def leaf_report(opt_state_or_tree: Any) -> LeafReport:
     if len(recorded) != 1:
       raise ValueError("leaf_report: expected one clip that records leaves in the optimizer state, found "
                        f"{len(recorded)} ({_WITH_MONITOR})")
-    fields = [plain(field) for field in recorded[0]]
+    fields = [plain(field) for field in recorded[0][:3]]
     _check_concrete(fields)
     norms, nonfinite, encoded = map(np.asarray, fields)
     if norms.ndim != 1:
       raise ValueError(f"leaf_report: expected the state of one optimizer, got a batch of shape {norms.shape[:-1]}: take "
                        "a member, jax.tree.map(lambda x: x[i], opt_state)")
-    paths = encoded.tobytes().decode().split("\n") if norms.size else []
+    paths = _monitor.decode_names(encoded.tobytes()) if norms.size else []
   elif _is_optimizer_state(opt_state_or_tree):
     raise ValueError(f"leaf_report: the optimizer state holds no monitored clip ({_WITH_MONITOR})")
   else:
-    leaves = _norm.split_leaves(opt_state_or_tree)
+    leaves = _leaves.split_leaves(opt_state_or_tree)
     _check_concrete(leaves.arrays)
-    norms, nonfinite = (np.asarray(x) for x in _norm.measure(leaves.arrays, np.float32(1)))
-    norms, paths = norms[1:], leaves.short_paths
+    numbers = _ops.measure(leaves.arrays, leaf_norms=True)
+    norms, nonfinite = np.asarray(numbers.norms)[1:], np.asarray(numbers.nonfinite)[1:]
+    paths = _leaves.short_names(leaves.paths)
   norms = norms.astype(np.float64)
   finite = nonfinite == 0
   largest = max(norms[finite], default=0.0)

@@ -1,0 +1,126 @@
+"""The leaves of a tree that count in a norm: which they are, what they are called, how others take their places."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_globalclip import _compat
+
+SUPPORTED = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+
+
+def dtype_of(leaf: Any) -> np.dtype:
+  """The dtype that an array or a number has in JAX."""
+  return jax.dtypes.canonicalize_dtype(getattr(leaf, "dtype", type(leaf)), allow_extended_dtype=True)
+
+
+def norm_dtype(leaves: Sequence[Any]) -> np.dtype:
+  """The dtype of the leaves' norm: float64 where one is float64 or complex128, else float32."""
+  wide = {np.dtype(np.float64), np.dtype(np.complex128)}
+  return np.dtype(np.float64 if any(dtype_of(leaf) in wide for leaf in leaves) else np.float32)
+
+
+def counts(name: str, leaf: Any) -> bool:
+  """Whether a leaf counts; raises `TypeError` for one of a kind that neither counts nor passes through."""
+  if getattr(leaf, "dtype", None) is None and not isinstance(leaf, (bool, int, float, complex)):
+    raise TypeError(f"{name}: expected an array or a number, got {type(leaf).__name__}")
+  dtype = dtype_of(leaf)
+  if dtype == jax.dtypes.float0 or dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer):
+    return False
+  if str(dtype) not in SUPPORTED:
+    raise TypeError(f"{name}: expected one of {', '.join(SUPPORTED)}, or an integer or bool leaf to pass through; "
+                    f"got {dtype}")
+  return True
+
+
+def short_names(paths: Sequence[tuple]) -> list[str]:
+  """Names of leaves for reports: a/0. Two leaves never share one: those that would get their full path, ['a'][0]."""
+  names = [jax.tree_util.keystr(path, simple=True, separator="/") or "." for path in paths]
+  taken = collections.Counter(names)
+  return [name if taken[name] == 1 else jax.tree_util.keystr(path) for name, path in zip(names, paths)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+  """The floating and complex leaves of a tree. Integer, bool and float0 leaves, `None` and masked nodes stay behind."""
+  arrays: list[jax.Array]
+  paths: list[tuple]
+  _keyed: list[tuple]
+  _treedef: Any
+  _counted: list[int]
+
+  @property
+  def names(self) -> list[str]:
+    """As error messages name them: updates['a'][0]."""
+    return ["updates" + jax.tree_util.keystr(path) for path in self.paths]
+
+  def rebuild(self, new: Sequence[Any], passed_through: Callable = lambda leaf: leaf) -> Any:
+    """The tree with `new` in the places of `arrays`."""
+    out = [passed_through(leaf) for _, leaf in self._keyed]
+    for i, leaf in zip(self._counted, new, strict=True):
+      out[i] = leaf
+    return self._treedef.unflatten(out)
+
+  def matching(self, other: Any, what: str) -> list[Any]:
+    """The leaves of another tree at the same paths."""
+    by_path = dict(jax.tree_util.tree_flatten_with_path(other)[0])
+    missing = [name for path, name in zip(self.paths, self.names) if path not in by_path]
+    if missing:
+      raise ValueError(f"{missing[0]}: expected the structure of the {what}, which have no such leaf")
+    return [by_path[path] for path in self.paths]
+
+  def spread(self, name: str, prefix: Any, is_leaf: Callable[[Any], bool]) -> tuple:
+    """The entry for each of `arrays` in a tree that is a prefix of this one."""
+    tree = self._treedef.unflatten([leaf for _, leaf in self._keyed])
+    try:
+      entries = jax.tree.leaves(jax.tree.broadcast(prefix, tree, is_leaf=is_leaf), is_leaf=is_leaf)
+    except ValueError as error:
+      raise ValueError(f"{name}: expected one entry, or a tree that is a prefix of the updates: {error}") from None
+    return tuple(entries[i] for i in self._counted)
+
+
+def split_leaves(tree: Any) -> Leaves:
+  """The leaves of `tree` that count.
+
+  Raises:
+    TypeError: for a leaf of a kind that neither counts nor passes through, with its path and dtype.
+    ValueError: for leaves that no one program can hold, with their paths.
+  """
+  keyed, treedef = jax.tree_util.tree_flatten_with_path(tree)
+  counted = [i for i, (path, leaf) in enumerate(keyed) if counts("updates" + jax.tree_util.keystr(path), leaf)]
+  leaves = Leaves([jnp.asarray(keyed[i][1]) for i in counted], [keyed[i][0] for i in counted], keyed, treedef, counted)
+  _check_together(leaves)
+  return leaves
+
+
+def _check_together(leaves: Leaves) -> None:
+  """Raises where no computation could hold all leaves, naming them, or where one is a sum still to be taken."""
+  first = meshed = None
+  for i, array in enumerate(leaves.arrays):
+    if axes := _compat.unreduced_axes(array):
+      raise ValueError(f"{leaves.names[i]}: is unreduced over {sorted(axes)}, a sum over devices not yet taken, whose "
+                       "norm its shards do not tell: reduce it first (jax.reshard, jax.lax.psum)")
+    mesh = jax.typeof(array).sharding.mesh
+    if mesh.explicit_axes:
+      meshed = i if meshed is None else meshed
+      other = jax.typeof(leaves.arrays[meshed]).sharding.mesh
+      if mesh != other:
+        raise ValueError(_apart(leaves.names, (meshed, other), (i, mesh), "meshes of Explicit axes"))
+    if isinstance(array, jax.core.Tracer) or not array.committed:
+      continue
+    first = i if first is None else first
+    here, there = array.sharding, leaves.arrays[first].sharding
+    if here != there and here.device_set != there.device_set:
+      raise ValueError(_apart(leaves.names, *((j, sorted(map(str, sharding.device_set)))
+                                              for j, sharding in ((first, there), (i, here))), "devices"))
+
+
+def _apart(names: list[str], one: tuple, other: tuple, what: str) -> str:
+  return (f"optax_globalclip: leaves lie on different {what}, and no mesh joins them: "
+          + ", ".join(f"{names[j]} on {where}" for j, where in (one, other))
+          + ". Put them on one mesh with jax.device_put, or name one with mesh= and specs=")
