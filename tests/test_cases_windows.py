@@ -7,16 +7,13 @@ import optax
 import optax_globalclip as ogc
 import pytest
 import windows
+from windows import f32
 
 NAN = np.nan
 
 
 def steps(every_k, max_norm=1.0, rate=1.0, **options):
   return ogc.clipped_multi_steps(optax.sgd(rate), max_norm, every_k=every_k, **options)
-
-
-def f32(*values):
-  return np.asarray(values, np.float32)
 
 
 def test_33_one_norm_of_the_mean(path):

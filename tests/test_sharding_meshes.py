@@ -120,7 +120,7 @@ def test_the_older_partitioner_of_xla_agrees(mesh):
 def test_float64_is_reduced_in_float64(x64, path):
   rng = np.random.default_rng(0)
   tree = {"a": rng.standard_normal(64) * 1e200, "b": rng.standard_normal(24).astype(np.float32)}
-  mesh = sharded.make_mesh(sharded.AUTO, shape=(8,), names=("x",))
+  mesh = sharded.line()
   placed = sharded.put(tree, mesh, {"a": sharded.P("x"), "b": sharded.P()})
   clipped, norm = ogc.clip_tree(placed, 1.0)
   assert oracle.ulps(sharded.everywhere(norm), oracle.norm(tree)) <= 1
