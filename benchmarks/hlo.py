@@ -1,5 +1,6 @@
 """Launches, copies and bytes, counted in the text of a module that XLA has compiled for a GPU."""
 
+import math
 import re
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8,
@@ -10,13 +11,9 @@ FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after
 
 
 def shape_bytes(text):
-  total = 0
-  for dtype, dimensions in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", text):
-    size = BYTES[dtype]
-    for d in filter(None, dimensions.split(",")):
-      size *= int(d)
-    total += size
-  return total
+  """The bytes of all the shapes in a text; a KeyError for a dtype that is not in the table."""
+  return sum(BYTES[dtype] * math.prod(map(int, filter(None, dimensions.split(","))))
+             for dtype, dimensions in re.findall(r"(\w+)\[([\d,]*)\]", text))
 
 
 def computations(text):

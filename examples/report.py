@@ -92,8 +92,6 @@ def draw(summary: dict, records: Sequence[dict]) -> matplotlib.figure.Figure:
   names = list(records[0]["weights"])
   colours = {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(names)}
   by_run = {run: [record for record in records if record["run"] == run] for run in summary["runs"]}
-  clipped = by_run["clipped"]
-  steps = [record["step"] for record in clipped]
   threshold, facts = summary["max_norm"], summary["runs"]["clipped"]
 
   figure = matplotlib.figure.Figure(figsize=(10, 9), layout="constrained")
@@ -104,63 +102,10 @@ def draw(summary: dict, records: Sequence[dict]) -> matplotlib.figure.Figure:
     f"at step {facts['largest_norm_step']}"
   )
   figure.suptitle(f"{summary['size']}, {summary['parameters']:,} parameters: {title}")
-
-  for run, style in (("clipped", "-"), ("unclipped", "--")):
-    rows = [record for record in by_run.get(run, ()) if "held_out" in record]
-    for name in names if rows else ():
-      loss.plot(
-        [row["step"] for row in rows],
-        [row["held_out"][name] for row in rows],
-        style,
-        color=colours[name],
-        marker="o" if run == "clipped" else "x",
-        markersize=4,
-        label=name if len(by_run) == 1 else f"{name}, {run}",
-      )
-  loss.set_ylabel("held-out loss\n(nats a token)")
-
-  if "unclipped" in by_run:
-    norm.plot(
-      steps,
-      [record["norm"] for record in by_run["unclipped"]],
-      color=UNCLIPPED,
-      linewidth=1,
-      label="without clipping",
-    )
-  norm.plot(
-    steps,
-    [record["norm"] for record in clipped],
-    color=CLIPPED,
-    linewidth=1,
-    label="before the clip",
-  )
-  norm.axhline(threshold, color="0.4", linestyle="--", label=f"threshold {threshold:g}")
-  norm.set_yscale("log")
-  norm.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-  norm.yaxis.set_major_formatter("{x:g}")
-  norm.yaxis.set_minor_formatter(ticker.NullFormatter())
-  norm.set_ylabel("gradient norm\n(global L2)")
-
-  factor.plot(
-    steps,
-    [record["clip_factor"] for record in clipped],
-    color=CLIPPED,
-    linewidth=1,
-    label="min(1, threshold / norm)",
-  )
-  factor.set_ylim(0, 1.05)
-  factor.set_ylabel("clip factor")
-
-  mixture.stackplot(
-    steps,
-    [[record["weights"][name] for record in clipped] for name in names],
-    colors=[colours[name] for name in names],
-    labels=names,
-    step="mid",
-  )
-  mixture.set_ylim(0, 1)
-  mixture.set_ylabel("mixture")
-  mixture.set_xlabel("step")
+  _draw_losses(loss, by_run, colours)
+  _draw_norms(norm, by_run, threshold)
+  _draw_factors(factor, by_run["clipped"])
+  _draw_mixture(mixture, by_run["clipped"], colours)
 
   for axes in (loss, norm, factor, mixture):
     for index, phase in enumerate(summary["phases"][1:]):
@@ -175,6 +120,53 @@ def draw(summary: dict, records: Sequence[dict]) -> matplotlib.figure.Figure:
     axes.margins(x=0.01)
   figure.align_ylabels()
   return figure
+
+
+def _column(rows: Sequence[dict], name: str) -> list:
+  return [row[name] for row in rows]
+
+
+def _draw_losses(axes, by_run: dict, colours: dict) -> None:
+  for run, style in (("clipped", "-"), ("unclipped", "--")):
+    rows = [record for record in by_run.get(run, ()) if "held_out" in record]
+    for name in colours if rows else ():
+      axes.plot(
+        _column(rows, "step"),
+        [row["held_out"][name] for row in rows],
+        style,
+        color=colours[name],
+        marker="o" if run == "clipped" else "x",
+        markersize=4,
+        label=name if len(by_run) == 1 else f"{name}, {run}",
+      )
+  axes.set_ylabel("held-out loss\n(nats a token)")
+
+
+def _draw_norms(axes, by_run: dict, threshold: float) -> None:
+  for run, colour, label in (("unclipped", UNCLIPPED, "without clipping"), ("clipped", CLIPPED, "before the clip")):
+    if run in by_run:
+      axes.plot(_column(by_run[run], "step"), _column(by_run[run], "norm"), color=colour, linewidth=1, label=label)
+  axes.axhline(threshold, color="0.4", linestyle="--", label=f"threshold {threshold:g}")
+  axes.set_yscale("log")
+  axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+  axes.yaxis.set_major_formatter("{x:g}")
+  axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+  axes.set_ylabel("gradient norm\n(global L2)")
+
+
+def _draw_factors(axes, rows: Sequence[dict]) -> None:
+  label = "min(1, threshold / norm)"
+  axes.plot(_column(rows, "step"), _column(rows, "clip_factor"), color=CLIPPED, linewidth=1, label=label)
+  axes.set_ylim(0, 1.05)
+  axes.set_ylabel("clip factor")
+
+
+def _draw_mixture(axes, rows: Sequence[dict], colours: dict) -> None:
+  weights = [[row["weights"][name] for row in rows] for name in colours]
+  axes.stackplot(_column(rows, "step"), weights, colors=list(colours.values()), labels=list(colours), step="mid")
+  axes.set_ylim(0, 1)
+  axes.set_ylabel("mixture")
+  axes.set_xlabel("step")
 
 
 def write(out: pathlib.Path, facts: dict, phases: Sequence[Phase], records: Sequence[dict]) -> dict:

@@ -59,9 +59,8 @@ def scale(text: str) -> float | ogc.DynamicLossScale:
   return ogc.DynamicLossScale() if text == "dynamic" else positive(float)(text)
 
 
-def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, corpus.Corpus]:
-  """The options and the text they name; anything wrong ends with exit code 2."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
+  """What to train and on what text: options of every training example."""
   add = parser.add_argument
   add("--size", choices=SIZES, default="tiny", help="default: tiny")
   add(
@@ -72,24 +71,24 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, corpus.Corpu
     metavar="NAME=PATH",
     help="train on these files or folders instead of the installed Python's text",
   )
-  add(
-    "--steps",
-    type=positive(int),
-    help=f"default: {STEPS}, or {QUICK_STEPS} with --quick",
-  )
-  add(
-    "--batch-size",
-    type=positive(int),
-    default=16,
-    metavar="ROWS",
-    help="sequences a step; default: 16",
-  )
+  add("--batch-size", type=positive(int), default=16, metavar="ROWS", help="sequences a step; default: 16")
   add("--max-norm", type=positive(float), default=1.0, help="default: 1.0")
-  add(
-    "--learning-rate",
-    type=positive(float),
-    help="peak after warm-up; default: the size's own",
-  )
+  add("--learning-rate", type=positive(float), help="peak after warm-up; default: the size's own")
+  add("--seed", type=int, default=0, help="of parameters and data; default: 0")
+
+
+def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+  """Refuses what no example takes, and fills in what depends on the size."""
+  if args.seed < 0:
+    parser.error("argument --seed: must not be negative")
+  args.learning_rate = args.learning_rate or SIZES[args.size].learning_rate
+
+
+def make_parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  add_options(parser)
+  add = parser.add_argument
+  add("--steps", type=positive(int), help=f"default: {STEPS}, or {QUICK_STEPS} with --quick")
   add(
     "--accumulate",
     type=positive(int),
@@ -109,17 +108,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, corpus.Corpu
     default="float32",
     help="what the model computes in; parameters stay float32; default: float32",
   )
-  add("--seed", type=int, default=0, help="of parameters and data; default: 0")
-  add(
-    "--compare",
-    action="store_true",
-    help="train the same data order without clipping beside it",
-  )
-  add(
-    "--quick",
-    action="store_true",
-    help="a short tiny run: within a minute on two cores",
-  )
+  add("--compare", action="store_true", help="train the same data order without clipping beside it")
+  add("--quick", action="store_true", help="a short tiny run: within a minute on two cores")
   add(
     "--out",
     type=pathlib.Path,
@@ -127,9 +117,14 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, corpus.Corpu
     metavar="FOLDER",
     help="default: runs/train_flax",
   )
+  return parser
+
+
+def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, corpus.Corpus]:
+  """The options and the text they name; anything wrong ends with exit code 2."""
+  parser = make_parser()
   args = parser.parse_args(argv)
-  if args.seed < 0:
-    parser.error("argument --seed: must not be negative")
+  check_options(parser, args)
   if args.quick and args.size != "tiny":
     parser.error(f"--quick is for the tiny size, not {args.size}")
   if args.batch_size % args.accumulate:
@@ -138,7 +133,6 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, corpus.Corpu
   if len(set(names)) < len(names):
     parser.error("argument --source: two sources have one name")
   args.steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
-  args.learning_rate = args.learning_rate or SIZES[args.size].learning_rate
   try:
     args.out.mkdir(parents=True, exist_ok=True)
     text = load_corpus(args.source, SIZES[args.size])

@@ -27,7 +27,7 @@ import train_flax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from model import SIZES, row_losses
-from train_flax import name_and_path, positive
+from train_flax import positive
 
 import optax_globalclip as ogc
 
@@ -37,31 +37,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
   add = parser.add_argument
   add("--processes", type=positive(int), default=2, help="default: 2")
   add("--devices", type=positive(int), default=2, help="CPU devices of each process started here; default: 2")
-  add("--size", choices=SIZES, default="tiny", help="default: tiny")
-  add(
-    "--source",
-    type=name_and_path,
-    action="extend",
-    nargs="+",
-    metavar="NAME=PATH",
-    help="train on these files or folders instead of the installed Python's text",
-  )
+  train_flax.add_options(parser)
   add("--steps", type=positive(int), default=100, help="default: 100")
-  add("--batch-size", type=positive(int), default=16, metavar="ROWS", help="sequences a step; default: 16")
-  add("--max-norm", type=positive(float), default=1.0, help="default: 1.0")
-  add("--learning-rate", type=positive(float), help="peak after warm-up; default: the size's own")
-  add("--seed", type=int, default=0, help="of parameters and data; default: 0")
   add("--save-every", type=positive(int), default=20, metavar="STEPS", help="default: 20")
   add("--out", type=pathlib.Path, default=pathlib.Path("runs/train_fsdp"), metavar="FOLDER",
       help="default: runs/train_fsdp")
   add("--coordinator", metavar="HOST:PORT", help="of process 0; without it all processes are started here")
   add("--process-id", type=int, metavar="ID", help="of this process, from 0")
   args = parser.parse_args(argv)
-  if args.seed < 0:
-    parser.error("argument --seed: must not be negative")
+  train_flax.check_options(parser, args)
   if (args.coordinator is None) != (args.process_id is None):
     parser.error("--coordinator and --process-id go together")
-  args.learning_rate = args.learning_rate or SIZES[args.size].learning_rate
   args.out = args.out.absolute()
   return args
 

@@ -1,9 +1,16 @@
 """Jitted functions that tests share. The threshold is traced, so that trees of equal structure share one program."""
 
 import functools
+import os
+from unittest import mock
 
 import jax
 import optax_globalclip as ogc
+
+
+def on(path):
+  """Within, programs are traced for this path: "native" or "reference"."""
+  return mock.patch.dict(os.environ, OPTAX_GLOBALCLIP_BACKEND=path)
 
 
 @functools.lru_cache(maxsize=None)

@@ -1,11 +1,13 @@
 """A tree that is sharded in every way at once, the meshes to put it on, and what a compiled program sends."""
 
+import contextlib
 import functools
 import math
 import re
 from collections.abc import Callable
 from typing import Any
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +35,11 @@ def make_mesh(*types: AxisType, shape=(4, 2), names=("x", "y")) -> Mesh:
   return jax.make_mesh(shape, names, axis_types=types, devices=jax.devices()[:math.prod(shape)])
 
 
+def line(devices: int = 8, kind: AxisType = AUTO) -> Mesh:
+  """The devices along one axis, x."""
+  return make_mesh(kind, shape=(devices,), names=("x",))
+
+
 def put(values: Any, mesh: Mesh, specs: Any) -> Any:
   return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), values, specs)
 
@@ -56,30 +63,28 @@ def only(name: str, specs: Any) -> Any:
 # a function of a tree on the host.
 
 
+def _on(mesh, run, ambient=False):
+  """`run` of trees that lie on `mesh`, which is set around it if it is to be the ambient one."""
+  def call(values, *numbers):
+    with jax.set_mesh(mesh) if ambient else contextlib.nullcontext():
+      return run(put(values, mesh, SPECS), *numbers)
+  return call
+
+
 def on_auto_mesh(function):
-  run, mesh = jax.jit(function), make_mesh(AUTO)
-  return lambda values, *numbers: run(put(values, mesh, SPECS), *numbers)
+  return _on(make_mesh(AUTO), jax.jit(function))
 
 
 def under_a_set_auto_mesh(function):
-  run, mesh = jax.jit(function), make_mesh(AUTO)
-  def call(values, *numbers):
-    with jax.set_mesh(mesh):
-      return run(put(values, mesh, SPECS), *numbers)
-  return call
+  return _on(make_mesh(AUTO), jax.jit(function), ambient=True)
 
 
 def on_explicit_mesh(function):
-  run, mesh = jax.jit(function), make_mesh(EXPLICIT)
-  return lambda values, *numbers: run(put(values, mesh, SPECS), *numbers)
+  return _on(make_mesh(EXPLICIT), jax.jit(function))
 
 
 def under_a_set_explicit_mesh(function):
-  run, mesh = jax.jit(function), make_mesh(EXPLICIT)
-  def call(values, *numbers):
-    with jax.set_mesh(mesh):
-      return run(put(values, mesh, SPECS), *numbers)
-  return call
+  return _on(make_mesh(EXPLICIT), jax.jit(function), ambient=True)
 
 
 def _shard_map(function, specs, **settings):
@@ -99,8 +104,7 @@ def in_unchecked_shard_map(function):
 
 def with_mesh_and_specs(function, kind=AUTO):
   mesh = make_mesh(kind)
-  run = jax.jit(functools.partial(function, mesh=mesh, specs=SPECS))
-  return lambda values, *numbers: run(put(values, mesh, SPECS), *numbers)
+  return _on(mesh, jax.jit(functools.partial(function, mesh=mesh, specs=SPECS)))
 
 
 def with_mesh_and_specs_of_explicit_mesh(function):
@@ -109,32 +113,21 @@ def with_mesh_and_specs_of_explicit_mesh(function):
 
 def partly_manual_on_auto_mesh(function):
   mesh = make_mesh(AUTO)
-  run = _shard_map(function, only("x", SPECS), mesh=mesh, axis_names={"x"})
-  return lambda values, *numbers: run(put(values, mesh, SPECS), *numbers)
+  return _on(mesh, _shard_map(function, only("x", SPECS), mesh=mesh, axis_names={"x"}))
 
 
 def partly_manual_and_unchecked(function):
   mesh, specs = make_mesh(AUTO), only("x", SPECS)
-  run = _shard_map(functools.partial(function, axis_name=axes(specs)), specs, mesh=mesh, axis_names={"x"},
-                   check_vma=False)
-  return lambda values, *numbers: run(put(values, mesh, SPECS), *numbers)
+  return _on(mesh, _shard_map(functools.partial(function, axis_name=axes(specs)), specs, mesh=mesh, axis_names={"x"},
+                              check_vma=False))
 
 
 def partly_manual_on_explicit_mesh(function):
-  mesh = make_mesh(EXPLICIT)
-  run = _shard_map(function, only("x", SPECS), axis_names={"x"})
-  def call(values, *numbers):
-    with jax.set_mesh(mesh):
-      return run(put(values, mesh, SPECS), *numbers)
-  return call
+  return _on(make_mesh(EXPLICIT), _shard_map(function, only("x", SPECS), axis_names={"x"}), ambient=True)
 
 
 def on_mixed_mesh(function):
-  run, mesh = jax.jit(function), make_mesh(EXPLICIT, AUTO)
-  def call(values, *numbers):
-    with jax.set_mesh(mesh):
-      return run(put(values, mesh, SPECS), *numbers)
-  return call
+  return _on(make_mesh(EXPLICIT, AUTO), jax.jit(function), ambient=True)
 
 
 WHOLE = [on_auto_mesh, under_a_set_auto_mesh, on_explicit_mesh, under_a_set_explicit_mesh, in_shard_map,
@@ -154,20 +147,13 @@ def everywhere(number: jax.Array) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------------------------
 # Compiled programs
 
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-to-all|collective-permute|reduce-scatter|all-reduce|"
                          r"collective-broadcast)(?:-start)?\(")
 
 
-def collectives(hlo: str) -> list[tuple[str, int]]:
+def collectives(text: str) -> list[tuple[str, int]]:
   """The collectives of a compiled program with the bytes of what each returns."""
-  found = []
-  for line in hlo.splitlines():
-    if match := _COLLECTIVE.search(line):
-      sizes = [math.prod(map(int, filter(None, dims.split(",")))) * _BYTES[kind]
-               for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1])]
-      found.append((match[2], sum(sizes)))
-  return found
+  return [(name, hlo.shape_bytes(shapes)) for shapes, name in _COLLECTIVE.findall(text)]
 
 
 def compiled(function: Callable, *args, **jit_options) -> str:

@@ -1,18 +1,15 @@
 """Which path is taken, what is said about it, and what happens where the native library is missing or too new."""
 
 import json
-import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
-import textwrap
 
 import jax
 import numpy as np
 import optax
 import optax_globalclip as ogc
+import processes
 import pytest
 from optax_globalclip import _native
 
@@ -20,7 +17,7 @@ PACKAGE = pathlib.Path(ogc.__file__).parent
 TREE = [np.array([3, 4], np.float32)]
 
 
-def in_a_copy(tmp_path, code, backend, library=None):
+def in_a_copy(tmp_path, backend, *code, library=None):
   """Runs `code` in a process that finds a copy of the package, with `library` as its native library or with none."""
   shutil.copytree(PACKAGE, tmp_path / "optax_globalclip", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
   if library is not None:
@@ -35,10 +32,7 @@ def in_a_copy(tmp_path, code, backend, library=None):
       import json, jax, numpy as np, optax_globalclip as ogc
       assert ogc.__file__.startswith({folder!r})
   """.format(folder=str(tmp_path))
-  environment = dict(os.environ, OPTAX_GLOBALCLIP_BACKEND=backend)
-  environment.pop("XLA_FLAGS", None)
-  return subprocess.run([sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code)], env=environment,
-                        capture_output=True, text=True, timeout=120)
+  return processes.run(processes.python(prelude, *code), timeout=120, OPTAX_GLOBALCLIP_BACKEND=backend)
 
 
 CLIP = """
@@ -73,7 +67,7 @@ def test_a_wrong_setting_is_a_value_error_that_names_the_right_ones(value, monke
 
 
 def test_auto_without_a_library_takes_the_reference_and_says_why(tmp_path):
-  done = in_a_copy(tmp_path, CLIP, "auto")
+  done = in_a_copy(tmp_path, "auto", CLIP)
   assert done.returncode == 0, done.stderr
   info, norm, updates = json.loads(done.stdout)
   assert info["cpu"] == "reference: optax_globalclip_cpu.so was not built (BUILD.md says how)"
@@ -82,27 +76,23 @@ def test_auto_without_a_library_takes_the_reference_and_says_why(tmp_path):
 
 
 def test_native_without_a_library_is_an_error_that_says_how_to_build_it(tmp_path):
-  done = in_a_copy(tmp_path, CLIP, "native")
+  done = in_a_copy(tmp_path, "native", CLIP)
   assert done.returncode != 0
   assert re.search(r"OPTAX_GLOBALCLIP_BACKEND=native.*was not built.*pip install", done.stderr)
 
 
 def test_a_library_that_does_not_load_is_said_to(tmp_path):
-  done = in_a_copy(tmp_path, CLIP, "auto", library=b"no library")
+  done = in_a_copy(tmp_path, "auto", CLIP, library=b"no library")
   assert done.returncode == 0, done.stderr
   info, norm, _ = json.loads(done.stdout)
   assert "does not load" in info["cpu"] and norm == 5
 
 
 def test_a_library_built_with_newer_headers_is_refused_before_it_can_do_harm(tmp_path):
-  code = """
-      from optax_globalclip import _native
-      _native._jaxlib_ffi_minor = lambda: 0
-  """ + CLIP + """
-      print(float(jax.jit(lambda x: x + 1)(1.0)))
-  """.replace("      print", "    print")
+  older = "from optax_globalclip import _native; _native._jaxlib_ffi_minor = lambda: 0"
+  still_works = "print(float(jax.jit(lambda x: x + 1)(1.0)))"
   library = next(folder for folder in _native._folders() if (folder / "optax_globalclip_cpu.so").exists())
-  done = in_a_copy(tmp_path, textwrap.dedent(code.replace("\n      ", "\n    ")), "auto",
+  done = in_a_copy(tmp_path, "auto", older, CLIP, still_works,
                    library=(library / "optax_globalclip_cpu.so").read_bytes())
   assert done.returncode == 0, done.stderr
   first, second = done.stdout.splitlines()

@@ -7,6 +7,7 @@ import optax
 import optax_globalclip as ogc
 import pytest
 import windows
+from windows import f32
 
 INF = np.inf
 
@@ -14,10 +15,6 @@ INF = np.inf
 def of_one(*, max_norm=1.0, **options):
   """The plain mixed-precision step: a window of one in front of sgd at rate 1."""
   return ogc.clipped_multi_steps(optax.sgd(1.0), max_norm, **options)
-
-
-def f32(*values):
-  return np.asarray(values, np.float32)
 
 
 def both(max_norm, loss_scale=None):

@@ -7,16 +7,13 @@ import optax
 import optax_globalclip as ogc
 import pytest
 import windows
+from windows import f32
 
 NAN = np.nan
 
 
 def steps(every_k, max_norm=1.0, rate=1.0, **options):
   return ogc.clipped_multi_steps(optax.sgd(rate), max_norm, every_k=every_k, **options)
-
-
-def f32(*values):
-  return np.asarray(values, np.float32)
 
 
 def test_33_one_norm_of_the_mean(path):
@@ -97,13 +94,18 @@ def test_42_nothing_decays_between_boundaries(standard_promotion):
   assert int(optax.tree.get(run.state, "count")) == 1
 
 
-def test_43_the_optimizer_runs_once_a_window(path):
+def counted():
+  """An optimizer that does nothing, and the list that grows by one whenever it runs."""
   calls = []
   def update(updates, state, params=None):
     del params
     jax.debug.callback(lambda: calls.append(1))
     return updates, state
-  counting = optax.GradientTransformation(optax.init_empty_state, update)
+  return optax.GradientTransformation(optax.init_empty_state, update), calls
+
+
+def test_43_the_optimizer_runs_once_a_window(path):
+  counting, calls = counted()
   run = windows.Run(ogc.clipped_multi_steps(counting, 10.0, every_k=4), jnp.zeros(1))
   ran = []
   for _ in range(8):
@@ -115,12 +117,7 @@ def test_43_the_optimizer_runs_once_a_window(path):
 
 
 def test_43_the_optimizer_does_not_run_on_a_skipped_window(path):
-  calls = []
-  def update(updates, state, params=None):
-    del params
-    jax.debug.callback(lambda: calls.append(1))
-    return updates, state
-  counting = optax.GradientTransformation(optax.init_empty_state, update)
+  counting, calls = counted()
   for every_k in 1, 2:
     run = windows.Run(ogc.clipped_multi_steps(counting, 10.0, every_k=every_k), jnp.zeros(1))
     calls.clear()

@@ -2,8 +2,8 @@
 
 import pathlib
 import shutil
-import subprocess
 
+import processes
 import pytest
 
 HERE = pathlib.Path(__file__).parent
@@ -24,7 +24,7 @@ def compiled(folder, flags):
 
 
 def run(command):
-  done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+  done = processes.run(command)
   if done.returncode == 77:
     pytest.skip("this machine has no AVX2")
   assert done.returncode == 0, done.stderr[-4000:]

@@ -5,9 +5,9 @@ import importlib.util
 import pathlib
 import re
 import shutil
-import subprocess
 
 import jax
+import processes
 import pytest
 from cuda_on_cpu import build
 from optax_globalclip import _native
@@ -22,7 +22,7 @@ def need_nvcc():
 
 def nvcc(*args):
   need_nvcc()
-  done = subprocess.run([build.nvcc(), *map(str, args)], capture_output=True, text=True)
+  done = processes.run([build.nvcc(), *args])
   assert done.returncode == 0, done.stderr[-4000:]
   return done.stdout + done.stderr
 
@@ -71,7 +71,7 @@ def disassembler():
 
 def machine_code(cubin):
   """Instructions by kernel, in order; labels among them."""
-  text = subprocess.run([disassembler(), "-c", cubin], capture_output=True, text=True, check=True).stdout
+  text = processes.output([disassembler(), "-c", cubin])
   code = {}
   for part in re.split(r"\.section\s+\.text\.", text)[1:]:
     name = next(kernel for kernel in KERNELS if kernel in part.split("\n", 1)[0])
@@ -117,16 +117,15 @@ def library(tmp_path, architecture="90"):
                f"-DCMAKE_CUDA_COMPILER={build.nvcc()}", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}",
                "-DOPTAX_GLOBALCLIP_CUDA=ON", f"-DXLA_FFI_INCLUDE_DIR={jax.ffi.include_dir()}"]
   for command in (configure, ["cmake", "--build", tmp_path, "--target", "optax_globalclip_cuda"]):
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    processes.output(command)
   return tmp_path / "optax_globalclip_cuda.so"
 
 
 @pytest.mark.slow
 def test_the_library_exports_the_handlers_and_needs_no_cuda_library(tmp_path):
   path = library(tmp_path)
-  exported = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True).stdout
+  exported = processes.output(["nm", "-D", "--defined-only", path])
   for stage in _native._TARGETS:
     assert f" T {_native.target_name(stage, 'cuda')}\n" in exported
-  needed = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout
+  needed = processes.output(["readelf", "-d", path])
   assert not re.search(r"NEEDED.*(cuda|stdc\+\+)", needed)

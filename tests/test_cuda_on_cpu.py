@@ -2,8 +2,6 @@
 errors. What runs on a GPU is the same source."""
 
 import functools
-import os
-import subprocess
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax_globalclip as ogc
 import oracle
+import processes
 import pytest
 from cuda_on_cpu import build
 from optax_globalclip import _native, _norm
@@ -267,11 +266,8 @@ def check_program():
   return build.check_program("check", [])
 
 
-def run_check(*args, **environment):
-  done = subprocess.run([check_program(), *map(str, args)], capture_output=True, text=True,
-                        env={**os.environ, **environment})
-  assert done.returncode == 0, done.stderr[-2000:]
-  return done.stdout
+def run_check(*args, **variables):
+  return processes.output([check_program(), *args], **variables)
 
 
 @pytest.mark.parametrize("seed", range(5))

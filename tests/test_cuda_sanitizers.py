@@ -1,10 +1,9 @@
 """The CUDA kernels on the host under the sanitizers: no race between barriers, no access out of bounds, nothing
 undefined; and the harness sees a barrier that is missing."""
 
-import os
 import re
-import subprocess
 
+import processes
 import pytest
 from cuda_on_cpu import build
 
@@ -32,9 +31,8 @@ def compiled(tmp_path, name, text, flags):
   return build.check_program(name, flags, kernels)
 
 
-def run(program, *args, **environment):
-  return subprocess.run([program, *map(str, args)], capture_output=True, text=True, timeout=900,
-                        env={**os.environ, **environment})
+def run(program, *args, **variables):
+  return processes.run([program, *args], timeout=900, **variables)
 
 
 def run_with_threads(tmp_path, text, elements):

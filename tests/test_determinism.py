@@ -1,16 +1,10 @@
 """The result depends on nothing but the values: not on the run, the threads, or what else runs at the same time."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
-
 import jax
 import numpy as np
 import optax_globalclip as ogc
 import oracle
+import processes
 import pytest
 
 PRELUDE = """
@@ -25,23 +19,9 @@ PRELUDE = """
 """
 
 
-def start(code, **env):
-  folder = str(pathlib.Path(ogc.__file__).parents[1])
-  environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "OPTAX_GLOBALCLIP_BACKEND")} | env
-  environment["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-  return subprocess.Popen([sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(code)], env=environment,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process, timeout=300):
-  """What the process printed last; one that does not end in time has deadlocked."""
-  try:
-    out, err = process.communicate(timeout=timeout)
-  except subprocess.TimeoutExpired:
-    process.kill()
-    pytest.fail(f"no end after {timeout} s: {process.communicate()[1][-2000:]}")
-  assert process.returncode == 0, err
-  return json.loads(out.splitlines()[-1])
+def answer(code, **variables):
+  """What a process that runs `code` prints last; one that does not end in time has deadlocked."""
+  return processes.answer(processes.python(PRELUDE, code), timeout=300, **variables)
 
 
 def test_the_same_bits_come_from_any_number_of_threads():
@@ -54,7 +34,7 @@ def test_the_same_bits_come_from_any_number_of_threads():
         digests[backend] = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
       print(json.dumps(digests))
   """
-  digests = [finish(start(code, NPROC=threads)) for threads in ("1", "2", "7")]  # XLA's pool has NPROC threads
+  digests = [answer(code, NPROC=threads) for threads in ("1", "2", "7")]  # XLA's pool has NPROC threads
   assert digests[0] == digests[1] == digests[2]
 
 
@@ -98,7 +78,7 @@ def test_many_calls_at_once_neither_deadlock_nor_disturb_each_other(threads):
       for t in threads: t.join()
       print(json.dumps(len(wrong)))
   """
-  assert finish(start(code, NPROC=threads)) == 0
+  assert answer(code, NPROC=threads) == 0
 
 
 def test_two_clips_in_one_program_neither_deadlock_nor_disturb_each_other():
@@ -114,7 +94,7 @@ def test_two_clips_in_one_program_neither_deadlock_nor_disturb_each_other():
         wrong += any(x.tobytes() != y.tobytes() for x, y in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want)))
       print(json.dumps(wrong))
   """
-  assert finish(start(code, NPROC="2")) == 0
+  assert answer(code, NPROC="2") == 0
 
 
 def test_many_devices_of_one_process_clip_at_once():
@@ -128,4 +108,4 @@ def test_many_devices_of_one_process_clip_at_once():
           assert all(x.tobytes() == y.tobytes() for x, y in zip(jax.tree.leaves(jax.device_get(out)), jax.tree.leaves(want)))
       print(json.dumps(len(trees)))
   """
-  assert finish(start(code, XLA_FLAGS="--xla_force_host_platform_device_count=8")) == 8
+  assert answer(code, XLA_FLAGS=processes.EIGHT_DEVICES) == 8

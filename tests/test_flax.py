@@ -8,6 +8,7 @@ import optax_globalclip as ogc
 import pytest
 from flax import nnx
 from flax.training import train_state
+from windows import f32
 
 NAN = np.nan
 
@@ -19,10 +20,6 @@ class WeightedState(train_state.TrainState):
     updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extra)
     params = optax.apply_updates(self.params, updates)
     return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
-
-
-def f32(*values):
-  return np.asarray(values, np.float32)
 
 
 def make(**options):

@@ -2,25 +2,18 @@
 
 import json
 import os
-import pathlib
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 
 import numpy as np
 import oracle
+import processes
 
-EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "train_fsdp.py"
+EXAMPLE = processes.ROOT / "examples" / "train_fsdp.py"
 STEPS, SAVE_EVERY = 8, 3
-
-
-def environment(**variables):
-  """Of a process that chooses its own devices."""
-  return {**{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}, "JAX_PLATFORMS": "cpu",
-          **variables}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,9 +60,8 @@ def run_workers():
   with socket.socket() as probe:
     probe.bind(("localhost", 0))
     coordinator = f"localhost:{probe.getsockname()[1]}"
-  workers = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(WORKER), coordinator, str(i)], text=True,
-                              env=environment(JAX_NUM_CPU_DEVICES="2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-             for i in range(2)]
+  workers = [processes.start(processes.python(WORKER, arguments=[coordinator, i]), JAX_PLATFORMS="cpu",
+                             JAX_NUM_CPU_DEVICES="2") for i in range(2)]
   for worker in workers:
     stdout, stderr = worker.communicate(timeout=180)
     assert worker.returncode == 0, stderr
@@ -98,10 +90,9 @@ def test_every_device_of_both_processes_has_the_same_norm_and_skips_the_same_ste
 
 
 def start(out, source, *options):
-  return subprocess.Popen(
-      [sys.executable, EXAMPLE, "--out", out, "--source", f"numbers={source}", "--steps", str(STEPS), "--save-every",
-       str(SAVE_EVERY), "--batch-size", "8", *options], env=environment(), text=True, stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT, start_new_session=True)
+  command = [sys.executable, EXAMPLE, "--out", out, "--source", f"numbers={source}", "--steps", STEPS, "--save-every",
+             SAVE_EVERY, "--batch-size", 8, *options]
+  return processes.start(command, stderr=subprocess.STDOUT, new_session=True, JAX_PLATFORMS="cpu")
 
 
 def finish(process):

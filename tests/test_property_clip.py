@@ -1,8 +1,5 @@
 """Of any tree the clip is that of the formula, or the same bits at or below the threshold."""
 
-import os
-from unittest import mock
-
 import jax
 import numpy as np
 import oracle
@@ -11,14 +8,10 @@ import pytest
 import trees
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from programs import on
+from trees import STRUCTURE, WIDE_STRUCTURE
 
-STRUCTURE = (("float32", (33,)), ("float16", (5,)), ("bfloat16", ()), ("complex64", (2, 3)), ("float32", (0,)))
-WIDE_STRUCTURE = (("float64", (33,)), ("float32", (5,)), ("complex128", (3,)))
 FACTORS = st.floats(1e-6, 0.99)
-
-
-def on(path):
-  return mock.patch.dict(os.environ, OPTAX_GLOBALCLIP_BACKEND=path)
 
 
 def grains(leaf):

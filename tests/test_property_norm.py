@@ -1,8 +1,5 @@
 """Of any tree the norm is that of extended precision: to a unit in the last place natively, to 1e-6 in the reference."""
 
-import os
-from unittest import mock
-
 import jax
 import numpy as np
 import optax_globalclip as ogc
@@ -12,14 +9,9 @@ import pytest
 import trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import on
+from trees import STRUCTURE, WIDE_STRUCTURE
 
-# The reference compiles slowly: its trees have one structure.
-STRUCTURE = (("float32", (33,)), ("float16", (5,)), ("bfloat16", ()), ("complex64", (2, 3)), ("float32", (0,)))
-WIDE_STRUCTURE = (("float64", (33,)), ("float32", (5,)), ("complex128", (3,)))
-
-
-def on(path):
-  return mock.patch.dict(os.environ, OPTAX_GLOBALCLIP_BACKEND=path)
 
 
 def check(norm, tree, ulps):

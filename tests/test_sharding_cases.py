@@ -8,11 +8,7 @@ import optax_globalclip as ogc
 import oracle
 import pytest
 import sharded
-from sharded import P
-
-
-def line(devices):
-  return sharded.make_mesh(sharded.AUTO, shape=(devices,), names=("x",))
+from sharded import P, line
 
 
 def clip(tree, max_norm):

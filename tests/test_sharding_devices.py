@@ -7,7 +7,7 @@ import optax_globalclip as ogc
 import oracle
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sharded import AUTO, P, make_mesh, put
+from sharded import P, line, put
 
 # Few shapes, so that few programs are compiled; the values are what is drawn.
 SHAPES = {"matrix": (8, 6), "vector": (16,), "bias": (3,)}
@@ -38,7 +38,7 @@ def trees(draw):
 def test_norms_agree_to_one_ulp_on_1_2_4_and_8_devices(tree):
   want = oracle.norm(tree)
   for devices, specs in LAYOUTS:
-    got = norm(put(tree, make_mesh(AUTO, shape=(devices,), names=("x",)), specs))
+    got = norm(put(tree, line(devices), specs))
     values = {np.asarray(shard.data).tobytes() for shard in got.addressable_shards}
     assert len(values) == 1
     if want > np.finfo(np.float32).max:
@@ -52,12 +52,12 @@ def test_norms_agree_to_one_ulp_on_1_2_4_and_8_devices(tree):
 def test_the_order_of_devices_changes_no_bit(seed):
   rng = np.random.default_rng(seed)
   shards = np.ldexp(rng.uniform(-1, 1, 8), rng.integers(-20, 20, 8)).astype(np.float32)
-  mesh = make_mesh(AUTO, shape=(8,), names=("x",))
+  mesh = line()
   values = {np.asarray(norm(put(rng.permutation(shards), mesh, P("x")))).tobytes() for _ in range(4)}
   assert len(values) == 1
 
 
 def test_a_million_elements_on_eight_devices_lose_nothing():
   values = np.full(1_000_000, 0.1, np.float32)
-  got = norm(put(jnp.asarray(values), make_mesh(AUTO, shape=(8,), names=("x",)), P("x")))
+  got = norm(put(jnp.asarray(values), line(), P("x")))
   assert oracle.ulps(got, oracle.norm(values)) <= 1

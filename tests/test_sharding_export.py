@@ -1,17 +1,11 @@
 """With `mesh=` and `specs=`, is a program for several devices cached across processes, and can it be exported?"""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax_globalclip as ogc
 import oracle
+import processes
 import pytest
 from sharded import AUTO, EXPLICIT, P, make_mesh, put
 
@@ -66,8 +60,7 @@ def test_the_reference_path_is_exported_without_ado(monkeypatch):
 
 
 HITS = """
-    import json, sys
-    sys.path.insert(0, {here!r})
+    import json
     import jax, optax_globalclip as ogc, sharded
     from jax import monitoring
     from sharded import AUTO, P, make_mesh
@@ -84,13 +77,9 @@ HITS = """
 
 
 def hits_and_misses(folder):
-  environment = dict(os.environ, JAX_COMPILATION_CACHE_DIR=str(folder), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-                     JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1")
-  code = textwrap.dedent(HITS).format(here=str(pathlib.Path(__file__).parent))
-  done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True,
-                        timeout=120)
-  assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout.splitlines()[-1])
+  return processes.answer(
+      processes.python(HITS), timeout=120, XLA_FLAGS=processes.EIGHT_DEVICES, JAX_COMPILATION_CACHE_DIR=str(folder),
+      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1")
 
 
 def test_a_second_process_finds_the_program_in_the_persistent_cache(tmp_path):

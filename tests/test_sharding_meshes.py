@@ -1,15 +1,11 @@
 """Does every kind of mesh give the clip and the norms that one device gives?"""
 
-import pathlib
-import subprocess
-import sys
-import textwrap
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax_globalclip as ogc
 import oracle
+import processes
 import pytest
 import sharded
 
@@ -124,7 +120,7 @@ def test_the_older_partitioner_of_xla_agrees(mesh):
 def test_float64_is_reduced_in_float64(x64, path):
   rng = np.random.default_rng(0)
   tree = {"a": rng.standard_normal(64) * 1e200, "b": rng.standard_normal(24).astype(np.float32)}
-  mesh = sharded.make_mesh(sharded.AUTO, shape=(8,), names=("x",))
+  mesh = sharded.line()
   placed = sharded.put(tree, mesh, {"a": sharded.P("x"), "b": sharded.P()})
   clipped, norm = ogc.clip_tree(placed, 1.0)
   assert oracle.ulps(sharded.everywhere(norm), oracle.norm(tree)) <= 1
@@ -156,8 +152,6 @@ def test_raise_names_the_leaf_of_which_one_shard_is_bad(kind):
 
 
 RAISE = """
-    import sys
-    sys.path.insert(0, {here!r})
     import jax, numpy as np, optax_globalclip as ogc, sharded
     tree = sharded.tree()
     tree["wide"][2, 15] = np.inf
@@ -170,8 +164,7 @@ RAISE = """
 
 def test_raise_ends_a_jitted_step_on_several_devices():
   # In a process of its own: every device's failed callback stays behind for the next one to wait on.
-  code = textwrap.dedent(RAISE).format(here=str(pathlib.Path(__file__).parent))
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+  done = processes.run(processes.python(RAISE), timeout=120, XLA_FLAGS=processes.EIGHT_DEVICES)
   assert done.returncode != 0
   assert "FloatingPointError: optax_globalclip: non-finite gradients in updates['wide'] (1 elements)" in done.stderr
 

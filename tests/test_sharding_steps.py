@@ -114,7 +114,7 @@ def test_donated_shards_are_clipped_in_place():
 @pytest.mark.parametrize("every_k", [1, 2])
 @pytest.mark.parametrize("weight", [None, 1.0])
 def test_gradients_that_are_constants_of_the_program_keep_their_sharding(every_k, weight):
-  with jax.set_mesh(make_mesh(EXPLICIT, shape=(8,), names=("x",))):
+  with jax.set_mesh(sharded.line(kind=EXPLICIT)):
     tree = {"w": jax.device_put(np.full(8, 2, np.float32), P("x")), "steps": jax.device_put(np.arange(8), P("x"))}
     tx = ogc.clipped_multi_steps(optax.identity(), 1.0, every_k=every_k)
     state = tx.init(tree)

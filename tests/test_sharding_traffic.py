@@ -1,23 +1,16 @@
 """What does a compiled program send between devices for the sake of the clip?"""
 
 import importlib.util
-import json
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax_globalclip as ogc
+import processes
 import pytest
 import sharded
 from jax.sharding import NamedSharding
 from sharded import AUTO, EXPLICIT, P, make_mesh, put
-
-HERE = pathlib.Path(__file__).parent
 
 
 def update(tx):
@@ -133,16 +126,15 @@ def test_a_train_step_gathers_as_much_with_the_clip_as_without(shardy, standard_
 # Meshes that this machine does not have
 
 COLLECTIVES = """
-    import json, sys, time
+    import json, time
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    sys.path.insert(0, {here!r})
     import optax_globalclip as ogc, sharded
 
     def report(mesh, leaves, specs):
       layouts = [NamedSharding(mesh, spec) for spec in specs]
-      tree = {{f"leaf{{i}}": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layouts[i % len(layouts)])
-              for i, shape in enumerate(leaves)}}
+      tree = {f"leaf{i}": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layouts[i % len(layouts)])
+              for i, shape in enumerate(leaves)}
       tx = ogc.global_clip(1.0)
       start = time.perf_counter()
       hlo = jax.jit(lambda t: tx.update(t, tx.init(t))[0]).lower(tree).compile().as_text()
@@ -151,16 +143,12 @@ COLLECTIVES = """
 """
 
 
-def run_elsewhere(script, **environment):
-  code = textwrap.dedent(COLLECTIVES).format(here=str(HERE)) + textwrap.dedent(script)
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
-                        env={**os.environ, **environment})
-  assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout.splitlines()[-1])
+def elsewhere(script, **variables):
+  return processes.answer(processes.python(COLLECTIVES, script), timeout=300, **variables)
 
 
 def test_512_devices_compile_soon_and_cost_the_same():
-  found = run_elsewhere("""
+  found = elsewhere("""
       mesh = jax.make_mesh((8, 32, 2), ("data", "fsdp", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
       report(mesh, [(64, 64)] * 48, [P("fsdp", "model"), P("model", "fsdp"), P()])
   """, XLA_FLAGS="--xla_force_host_platform_device_count=512")
@@ -173,10 +161,10 @@ def test_512_devices_compile_soon_and_cost_the_same():
                     reason="compiling for an H200 without one needs jax-cuda13-plugin")
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_eight_h200_cost_two_small_all_reduces(backend):
-  found = run_elsewhere(f"""
+  found = elsewhere(f"""
       from jax.experimental import topologies
       topology = topologies.get_topology_desc("h200", "cuda", topology="1x1x8",
-                                              target_config=open({str(HERE / "h200.txtpb")!r}).read())
+                                              target_config=open({str(processes.TESTS / "h200.txtpb")!r}).read())
       report(Mesh(np.asarray(topology.devices).reshape(4, 2), ("fsdp", "model")), [(64, 64)] * 12,
              [P("fsdp", "model"), P("model"), P()])
   """, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", XLA_FLAGS="--xla_gpu_autotune_level=0", OPTAX_GLOBALCLIP_BACKEND=backend)

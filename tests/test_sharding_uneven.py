@@ -8,7 +8,7 @@ import oracle
 import pytest
 import sharded
 from jax.sharding import NamedSharding
-from sharded import AUTO, EXPLICIT, P, make_mesh, put
+from sharded import AUTO, EXPLICIT, P, line, make_mesh, put
 
 
 def lie(x, mesh, spec):
@@ -34,7 +34,7 @@ def test_padding_of_uneven_shards_does_not_count(shape, spec, path):
 
 
 def test_nan_in_padding_is_no_nan():
-  mesh = make_mesh(AUTO, shape=(8,), names=("x",))
+  mesh = line()
   def run(x):
     # 0 / 0 in the padding, where XLA may leave zeros.
     quotient = lie(lie(x, mesh, P("x")) / lie(x, mesh, P("x")), mesh, P("x"))
@@ -67,7 +67,7 @@ def test_a_tree_replicated_everywhere_needs_no_collective():
 
 def test_a_sharding_that_splits_a_mesh_axis_is_understood():
   # The reshape leaves its result sharded four ways and two ways along parts of the one axis of eight.
-  mesh = make_mesh(AUTO, shape=(8,), names=("x",))
+  mesh = line()
   rows = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
   def run(x):
     clipped, norm = ogc.clip_tree(x.reshape(4, 2, 6), 1.0)

@@ -1,12 +1,6 @@
 """The clip under JAX's transformations: compiled, donated, looped, batched, differentiated, cached and exported."""
 
 import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +8,7 @@ import numpy as np
 import optax
 import optax_globalclip as ogc
 import oracle
+import processes
 import pytest
 
 TREE = {"a": np.array([3, 4], np.float32), "b": np.full((2, 3), 2, np.float32)}
@@ -378,27 +373,16 @@ def test_the_reference_path_makes_no_native_call(monkeypatch):
   assert targets(jax.jit(lambda t: clip(t)).lower(tree).as_text()) == {}
 
 
-PRELUDE = """
-import os
-os.environ["OPTAX_GLOBALCLIP_BACKEND"] = {backend!r}
-import jax, jax.numpy as jnp, numpy as np, optax, optax_globalclip as ogc
-"""
+PRELUDE = "import json, pathlib, jax, jax.numpy as jnp, numpy as np, optax, optax_globalclip as ogc"
 
 
-def run_python(code, backend, **env):
-  code = PRELUDE.format(backend=backend) + textwrap.dedent(code)
-  folder = str(pathlib.Path(ogc.__file__).parents[1])
-  environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | env
-  environment["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-  done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-  assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout.splitlines()[-1])
+def elsewhere(code, backend):
+  return processes.answer(processes.python(PRELUDE, code), timeout=120, OPTAX_GLOBALCLIP_BACKEND=backend)
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_a_second_process_finds_the_program_in_the_persistent_cache(backend, tmp_path):
   code = """
-      import json
       jax.config.update("jax_compilation_cache_dir", {folder!r})
       jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
       jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -410,7 +394,7 @@ def test_a_second_process_finds_the_program_in_the_persistent_cache(backend, tmp
           hits=events.count("/jax/compilation_cache/cache_hits"), misses=events.count("/jax/compilation_cache/cache_misses"),
           updates=np.asarray(updates[0]).tolist())))
   """.format(folder=str(tmp_path))
-  first, second = run_python(code, backend), run_python(code, backend)
+  first, second = elsewhere(code, backend), elsewhere(code, backend)
   assert first["misses"] > 0
   assert second["misses"] == 0 and second["hits"] >= first["misses"]
   np.testing.assert_allclose(first["updates"], [0.6, 0.8], rtol=1e-6)
@@ -428,8 +412,7 @@ def test_an_exported_program_runs_in_another_process(backend, monkeypatch, tmp_p
   assert norm == NORM
   pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
   (tmp_path / "clip").write_bytes(exported.serialize())
-  norm = run_python(f"""
-      import json, pathlib
+  norm = elsewhere(f"""
       ogc.custom_call_targets()
       exported = jax.export.deserialize(bytearray(pathlib.Path({str(tmp_path / "clip")!r}).read_bytes()))
       _, norm = exported.call({{"a": np.array([3, 4], np.float32), "b": np.full((2, 3), 2, np.float32)}})

@@ -7,6 +7,7 @@ import optax
 import optax_globalclip as ogc
 import pytest
 import windows
+from windows import f32
 
 NAN, INF = np.nan, np.inf
 PARAMS = [np.zeros(2, np.float32)]
@@ -14,10 +15,6 @@ PARAMS = [np.zeros(2, np.float32)]
 
 def make(inner=None, max_norm=10.0, **options):
   return ogc.clipped_multi_steps(inner or optax.sgd(1.0), max_norm, **(dict(every_k=2) | options))
-
-
-def f32(*values):
-  return np.asarray(values, np.float32)
 
 
 @pytest.mark.parametrize("options, error, words", [

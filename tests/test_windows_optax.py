@@ -7,10 +7,7 @@ import optax
 import optax_globalclip as ogc
 import pytest
 import windows
-
-
-def f32(*values):
-  return np.asarray(values, np.float32)
+from windows import f32
 
 
 def test_34_multi_steps_around_the_clip_is_right_and_the_other_nesting_is_not(path, standard_promotion):

@@ -6,6 +6,9 @@ from hypothesis import strategies as st
 
 NARROW = ("float16", "bfloat16", "float32", "complex64")
 WIDE = (*NARROW, "float64", "complex128")
+# Of trees that share a compiled program: the reference compiles slowly.
+STRUCTURE = (("float32", (33,)), ("float16", (5,)), ("bfloat16", ()), ("complex64", (2, 3)), ("float32", (0,)))
+WIDE_STRUCTURE = (("float64", (33,)), ("float32", (5,)), ("complex128", (3,)))
 SHAPES = [(), (1,), (0,), (0, 3), (3,), (2, 5), (33,), (7, 1, 19), (1030,)]
 
 

@@ -9,6 +9,10 @@ import optax
 import optax_globalclip as ogc
 
 
+def f32(*values):
+  return np.asarray(values, np.float32)
+
+
 class Run:
   """Parameters and the optimizer state, one micro-batch after another through one jitted update."""
 

@@ -2,32 +2,23 @@
 
 import itertools
 import json
-import os
-import pathlib
 import signal
 import subprocess
 import sys
 import time
 
+import corpus
 import numpy as np
+import processes
 import pytest
-
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import corpus  # noqa: E402
-import train_flax  # noqa: E402
+import train_flax
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def start(folder, *options):
-  return subprocess.Popen(
-    [sys.executable, EXAMPLES / "train_flax.py", "--out", folder, *options],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
+  command = [sys.executable, train_flax.__file__, "--out", folder, *options]
+  return processes.start(command, stderr=subprocess.STDOUT)
 
 
 def left_behind(folder):
@@ -180,17 +171,7 @@ def test_corpus_is_the_same_in_another_process():
     f"text = corpus.tokenize({{'words': [{words!r}]}}, vocabulary=300, length=16); "
     "print(hashlib.sha256(text.train[0].tobytes()).hexdigest())"
   )
-  digests = {
-    subprocess.run(
-      [sys.executable, "-c", code],
-      cwd=EXAMPLES,
-      env=os.environ | {"PYTHONHASHSEED": seed},
-      capture_output=True,
-      text=True,
-      check=True,
-    ).stdout
-    for seed in ("1", "2")
-  }
+  digests = {processes.output(processes.python(code), PYTHONHASHSEED=seed) for seed in ("1", "2")}
   assert len(digests) == 1
 
 

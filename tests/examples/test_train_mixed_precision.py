@@ -1,22 +1,16 @@
 """The training example with a loss scale, float16 compute and micro-batches."""
 
 import json
-import pathlib
-import sys
 
+import corpus
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optax_globalclip as ogc
 import pytest
-
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import corpus  # noqa: E402
-import train_flax  # noqa: E402
-from model import Size  # noqa: E402
+import train_flax
+from model import Size
 
 SMALL = Size(vocabulary=300, width=32, layers=1, heads=2, length=16, learning_rate=1e-2)
 STEPS = 60
