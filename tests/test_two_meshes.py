@@ -1,4 +1,4 @@
-"""May the leaves, the batch, the outputs and the constraints of one program lie on different meshes of the same devices?"""
+"""May leaves, batch, outputs and constraints of one program lie on different meshes of the same devices?"""
 
 import functools
 
@@ -27,8 +27,8 @@ def square(kind=AUTO, devices=slice(4)):
 
 
 def place(dense_mesh, expert_mesh, values=VALUES):
-  shardings = {"dense": NamedSharding(dense_mesh, SPECS["dense"]), "expert": NamedSharding(expert_mesh, SPECS["expert"])}
-  return jax.tree.map(jax.device_put, values, shardings)
+  meshes = {"dense": dense_mesh, "expert": expert_mesh}
+  return {name: jax.device_put(x, NamedSharding(meshes[name], SPECS[name])) for name, x in values.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_outputs_may_be_asked_for_on_another_mesh(path, name):
 
 
 def test_the_mesh_in_force_may_be_another(path):
-  # Without out_shardings JAX would write those of the results in the names of the mesh in force, which cannot hold them.
+  # Without out_shardings JAX writes those of the results in the names of the mesh in force, which cannot hold them.
   wanted = {key: NamedSharding(model_mesh(), spec) for key, spec in PARAM_SPECS.items()}
   with jax.set_mesh(data_mesh()):
     check_training(train("global_clip", wrap=functools.partial(jax.jit, out_shardings=(wanted, None))), "global_clip")
