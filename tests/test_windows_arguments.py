@@ -158,14 +158,14 @@ def test_a_window_of_ones_weight_is_the_plain_mean_whatever_the_weight(path, eve
     assert updates.dtype == dtype and updates == -3
 
 
-@pytest.mark.parametrize("on_nonfinite", ["skip", "zero", "propagate"])
+@pytest.mark.parametrize("on_nonfinite, fill", [("skip", 0), ("zero", 0), ("propagate", NAN)])
 @pytest.mark.parametrize("every_k", [1, 2])
-def test_a_traced_weight_that_is_no_weight_gives_nan_or_is_skipped(on_nonfinite, every_k):
+def test_a_traced_weight_that_is_no_weight_is_a_non_finite_window(on_nonfinite, fill, every_k):
   run = windows.Run(make(every_k=every_k, on_nonfinite=on_nonfinite), f32(0))
   for weight in -1.0, NAN, INF:
     for _ in range(every_k):
       updates = run(f32(1), weight=jnp.float32(weight))
-    np.testing.assert_array_equal(updates, f32(0 if on_nonfinite == "skip" else NAN))
+    np.testing.assert_array_equal(updates, f32(fill))
   assert run.metrics["nonfinite_steps"] == 3
 
 
@@ -251,7 +251,8 @@ def test_max_norm_and_loss_scale_may_be_injected(path):
   np.testing.assert_allclose(window(), f32(-0.1875, -0.25), rtol=1e-6)
   assert run.scale == 64.0
   run.state.hyperparams["max_norm"] = jnp.float32(NAN)
-  assert np.isnan(window()).all()
+  np.testing.assert_array_equal(window(), f32(0, 0))
+  assert not run.ran and run.metrics["nonfinite_steps"] == 1
 
 
 def test_a_dynamic_scale_goes_through_inject_hyperparams_as_it_is(path):
@@ -267,11 +268,12 @@ def test_a_dynamic_scale_goes_through_inject_hyperparams_as_it_is(path):
 def test_max_norm_may_be_traced_or_infinite_or_zero(path, every_k):
   update = jax.jit(lambda max_norm, g, s: make(max_norm=max_norm, every_k=every_k).update(g, s))
   state = make(every_k=every_k).init(f32(0, 0))
-  nan, as_it_is = (NAN, NAN), (-3, -4)
-  for max_norm, want in (1, (-0.6, -0.8)), (5, as_it_is), (INF, as_it_is), (0, (0, 0)), (NAN, nan), (-1, nan):
+  as_it_is, zeros = (-3, -4), (0, 0)
+  for max_norm, want in (1, (-0.6, -0.8)), (5, as_it_is), (INF, as_it_is), (0, zeros), (NAN, zeros), (-1, zeros):
     for _ in range(every_k):
       updates, state = update(jnp.float32(max_norm), f32(3, 4), state)
     np.testing.assert_allclose(updates, f32(*want), rtol=1e-6)
+    assert ogc.has_updated(state) == (max_norm >= 0)   # a NaN or a negative one skips the window
 
 
 # What reaches the optimizer
