@@ -31,7 +31,7 @@ import optax
 import optax_globalclip as ogc
 import scipy
 from machine import machine
-from optax_globalclip import _platform
+from optax_globalclip import _lowering
 from scipy.linalg import blas
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -265,12 +265,12 @@ def bench_compile(turns, n, with_optax):
 
 @contextlib.contextmanager
 def constants(fused, batch):
-  saved = _platform._FUSED_LEAVES, _platform._ALIASED_LEAVES_A_CALL
-  _platform._FUSED_LEAVES, _platform._ALIASED_LEAVES_A_CALL = fused, batch
+  saved = _lowering._FUSED_LEAVES, _lowering._ALIASED_LEAVES_A_CALL
+  _lowering._FUSED_LEAVES, _lowering._ALIASED_LEAVES_A_CALL = fused, batch
   try:
     yield
   finally:
-    _platform._FUSED_LEAVES, _platform._ALIASED_LEAVES_A_CALL = saved
+    _lowering._FUSED_LEAVES, _lowering._ALIASED_LEAVES_A_CALL = saved
 
 
 STAGES = {

@@ -50,14 +50,14 @@ def measure(text):
       if opcode in FREE:
         continue
       total["launches"] += 1
-      ours = re.search(r'custom_call_target="optax_globalclip_(\w+)_cuda_v1"', attributes)
-      total["kernels"] += {"sums": 2, "norm": 2, "scale": 1, "clip": 3}[ours.group(1)] if ours else 1
+      ours = re.search(r'custom_call_target="optax_globalclip_(\w+)_cuda_v2"', attributes)
+      total["kernels"] += {"norm": 2, "scale": 1, "clip": 3}[ours.group(1)] if ours else 1
       total["custom_calls"] += bool(ours)
       if opcode in ("copy", "copy-start"):
         total["copies"] += 1
         total["copied_mb"] += sum(operands) / 1e6
       read = sum(operands) / 1e6
-      once, again = {"sums": (1, 0), "norm": (1, 0), "scale": (0, 2), "clip": (1, 2)}[ours.group(1)] if ours else (1, 0)
+      once, again = {"norm": (1, 0), "scale": (0, 2), "clip": (1, 2)}[ours.group(1)] if ours else (1, 0)
       written = 0 if ours else result / 1e6
       total["mb_unclipped"] += once * read + written
       total["mb_clipped"] += (once + again) * read + written

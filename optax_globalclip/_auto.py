@@ -158,7 +158,10 @@ def _run(name, options, *args):
 @_partitioned.def_abstract_eval
 def _abstract_eval(*avals, name, options):
   del name
-  return [_compat.result_aval(x.shape, x.dtype, avals) for x in options.results(avals[2:])]
+  results = options.results(avals[2:])
+  # A leaf's type holds its mesh, of which JAX makes the sharding of a result.
+  scaled = [aval.update(dtype=x.dtype, weak_type=False) for aval, x in zip(avals[2:], results[options.numbers:])]
+  return [_compat.result_aval(x.shape, x.dtype, avals) for x in results[:options.numbers]] + scaled
 
 
 @functools.lru_cache(maxsize=None)

@@ -1,4 +1,4 @@
-"""What nvcc makes of kernels.cu: no spills and no stack on any architecture, 16-byte loads in the streaming kernels, and
+"""What nvcc makes of kernels_cuda.cu: no spills and no stack on any architecture, 16-byte loads in the streaming kernels, and
 a library that exports the handlers and needs no CUDA library to load."""
 
 import importlib.util
@@ -31,7 +31,7 @@ def compiled(architecture):
   """`(machine code, what ptxas reported)`: a file and a text."""
   if f"compute_{architecture}" not in nvcc("--list-gpu-arch").split():
     pytest.skip(f"this nvcc does not know sm_{architecture}")
-  kernels = build.SOURCES / "kernels.cu"
+  kernels = build.SOURCES / "kernels_cuda.cu"
   flags = ["-std=c++17", "-O3", f"-arch=sm_{architecture}", "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin"]
   def make(folder):
     folder.mkdir()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax_globalclip as ogc
 import pytest
 from cuda_on_cpu import build
-from optax_globalclip import _native, _platform
+from optax_globalclip import _lowering, _native
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def installed(tmp_path, monkeypatch):
   monkeypatch.setattr(_native, "_folders", lambda: [tmp_path])
   monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *args, **kwargs: None)
   monkeypatch.delitem(_native._libraries, "cuda", raising=False)
-  monkeypatch.setattr(_native, "status", _native.status.__wrapped__)
+  monkeypatch.setattr(_native, "load", _native.load.__wrapped__)
   jax.clear_caches()
   yield
   jax.clear_caches()
@@ -29,13 +29,13 @@ def lowered_for_cuda(f, *args):
 
 def test_programs_for_cuda_call_the_kernels_where_the_library_is(installed):
   tree = [jnp.ones(3), jnp.ones(4, jnp.bfloat16)]
-  assert "optax_globalclip_clip_cuda_v1" in lowered_for_cuda(lambda tree: ogc.clip_tree(tree, 1.0), tree)
-  assert "optax_globalclip_norm_cuda_v1" in lowered_for_cuda(ogc.global_norm, tree)
+  assert "optax_globalclip_clip_cuda_v2" in lowered_for_cuda(lambda tree: ogc.clip_tree(tree, 1.0), tree)
+  assert "optax_globalclip_norm_cuda_v2" in lowered_for_cuda(ogc.global_norm, tree)
   assert ogc.backend_info()["cuda"].startswith("native")
 
 
 def test_programs_for_cuda_are_the_reference_where_it_is_not(monkeypatch):
-  monkeypatch.setattr(_native, "status", lambda platform: _native.Status(False, "was not built"))
+  monkeypatch.setattr(_native, "load", lambda platform: _native.Status(False, "was not built"))
   jax.clear_caches()
   text = lowered_for_cuda(lambda tree: ogc.clip_tree(tree, 1.0), [jnp.ones(3)])
   jax.clear_caches()
@@ -45,7 +45,7 @@ def test_programs_for_cuda_are_the_reference_where_it_is_not(monkeypatch):
 @pytest.mark.parametrize("driver, available", [(0, True), (12080, False), (12090, False), (13000, True), (13010, True)])
 def test_a_driver_that_is_too_old_is_refused_and_none_is_not(installed, monkeypatch, driver, available):
   monkeypatch.setenv("CUDA_ON_CPU_DRIVER", str(driver))
-  found = _native.status("cuda")
+  found = _native.load("cuda")
   assert found.available == available
   if not available:
     assert "needs a driver for CUDA 13.0" in found.reason and "12." in found.reason
@@ -55,13 +55,13 @@ def test_a_driver_that_is_too_old_is_refused_and_none_is_not(installed, monkeypa
 @pytest.mark.parametrize("running", [None, 0])
 def test_a_library_built_with_newer_headers_is_refused(installed, monkeypatch, running):
   monkeypatch.setattr(_native, "_jaxlib_ffi_minor", lambda: running)
-  found = _native.status("cuda")
+  found = _native.load("cuda")
   assert not found.available and "newer than this jaxlib's" in found.reason
 
 
 def test_a_file_that_is_no_library_is_refused(installed, tmp_path):
   (tmp_path / "optax_globalclip_cuda.so").write_text("no library")
-  found = _native.status("cuda")
+  found = _native.load("cuda")
   assert not found.available and "does not load" in found.reason
 
 
@@ -69,7 +69,7 @@ def test_a_file_that_is_no_library_is_refused(installed, tmp_path):
 @pytest.mark.parametrize("leaves, want", [(1, "xla"), (148, "xla"), (2000, "xla"), (2001, "kernel")])
 def test_auto_scales_in_xla_but_for_very_many_leaves(platform, leaves, want):
   leaves = [jax.ShapeDtypeStruct((768,), jnp.float32)] * leaves
-  assert _platform.scale_stage(platform, "auto", leaves) == want
-  assert _platform.scale_stage(platform, "kernel", leaves) == "kernel"
-  assert _platform.scale_stage(platform, "xla", leaves) == "xla"
-  assert _platform.scale_stage(None, "auto", leaves) == "xla"
+  assert _lowering.scale_stage(platform, "auto", leaves) == want
+  assert _lowering.scale_stage(platform, "kernel", leaves) == "kernel"
+  assert _lowering.scale_stage(platform, "xla", leaves) == "xla"
+  assert _lowering.scale_stage(None, "auto", leaves) == "xla"

@@ -13,7 +13,7 @@ import oracle
 import processes
 import pytest
 from cuda_on_cpu import build
-from optax_globalclip import _native, _norm
+from optax_globalclip import _native, _ops
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
@@ -118,7 +118,7 @@ def test_a_norm_of_as_many_leaves_as_a_table_holds_is_two_launches(cuda):
 
 def test_3000_leaves_take_a_launch_a_stage_for_each_table(cuda):
   tree = [jnp.full(1 + i % 3, 1 + i % 7, "bfloat16" if i % 2 else "float32") for i in range(3000)]
-  measure = jax.jit(lambda tree: _norm.measure(tree, jnp.float32(1))[0])
+  measure = jax.jit(lambda tree: _ops.measure(tree, leaf_norms=True).norms)
   assert launches_of(cuda, measure, tree) == 4
   norm, *of_leaves = np.asarray(measure(tree))
   assert oracle.ulps(norm, oracle.norm(tree)) <= 1
@@ -187,44 +187,59 @@ def call(stage, results, *args, **attributes):
   return jax.jit(lambda *args: jax.ffi.ffi_call(target, results)(*args, **attributes))(*args)
 
 
-def norm_results(workspace_bytes, leaf_count=1):
-  return (jax.ShapeDtypeStruct((leaf_count + 1,), jnp.float32), jax.ShapeDtypeStruct((leaf_count,), jnp.int32),
-          jax.ShapeDtypeStruct((1, 3), jnp.float32), jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8))
+def workspace_bytes(tree):
+  return _native._workspace("cuda", tree)[0].size
 
 
-ATTRIBUTES = dict(per_leaf=False, leaf_norms=True, on_nonfinite=np.int32(0))
+def results_of_norm(tree, workspace, **attributes):
+  return (*_native.norm_results(tree, **ATTRIBUTES | attributes), jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+
+
+ATTRIBUTES = dict(per_leaf=False, leaf_norms=True, extremes=False, on_nonfinite=np.int32(0))
+EVERY_LEAF_COUNTS = np.zeros(0, np.int32)
+
+
+def test_the_workspace_holds_the_sums_of_chunks_and_leaves(cuda):
+  bytes_of_chunk, bytes_of_leaf, chunk = 48, 56, 64 * 1024
+  for sizes in [], [0], [1], [chunk // 4], [chunk // 4 + 1, 3], [5 * chunk // 4] * 3:
+    tree = [np.zeros(size, np.float32) for size in sizes]
+    chunks = sum(-(-leaf.nbytes // chunk) for leaf in tree)
+    assert workspace_bytes(tree) == chunks * bytes_of_chunk + len(tree) * bytes_of_leaf
+
+
+ONE_LEAF = np.ones(3, np.float32)
 
 
 @pytest.mark.parametrize("leaf, workspace, words", [
-    (np.ones(3, np.float32), 3, ("norm", "workspace", "with 88 elements", "shape [3]")),
-    (np.ones(3, np.int32), 88, ("norm", "leaf 0", "float32", "shape [3]")),
+    (ONE_LEAF, 3, ("norm", "workspace", "with 104 elements", "shape [3]")),
+    (np.ones(3, np.int32), None, ("norm", "leaf 0", "float32", "shape [3]")),
 ])
-def test_errors_name_target_operand_expected_and_got(leaf, workspace, words):
+def test_errors_name_target_operand_expected_and_got(cuda, leaf, workspace, words):
   one = np.float32(1)
-  with pytest.raises(Exception) as error:
-    call("norm", norm_results(workspace), one, one, leaf, **ATTRIBUTES)
+  results = results_of_norm([ONE_LEAF], workspace or workspace_bytes([ONE_LEAF]))
+  with pytest.raises(Exception, match="optax_globalclip norm") as error:
+    call("norm", results, EVERY_LEAF_COUNTS, one, one, leaf, **ATTRIBUTES)
   assert all(word in str(error.value) for word in words), error.value
 
 
 @pytest.mark.parametrize("attributes, words", [
     (dict(per_leaf=True, leaf_norms=False), ("norm", "leaf_norms", "true beside per_leaf", "false")),
-    (dict(leaf_norms=False), ("norm", "norms", "with 1 elements", "shape [2]")),
+    (dict(leaf_norms=False), ("norm", "rows", "with 3 elements", "shape [2,3]")),
 ])
-def test_errors_name_the_result_that_an_attribute_does_not_fit(attributes, words):
+def test_errors_name_the_result_that_an_attribute_does_not_fit(cuda, attributes, words):
   one = np.float32(1)
-  with pytest.raises(Exception) as error:
-    call("norm", norm_results(88), one, one, np.ones(3, np.float32), **ATTRIBUTES | attributes)
+  results = results_of_norm([ONE_LEAF], workspace_bytes([ONE_LEAF]))
+  with pytest.raises(Exception, match="optax_globalclip norm") as error:
+    call("norm", results, EVERY_LEAF_COUNTS, one, one, ONE_LEAF, **ATTRIBUTES | attributes)
   assert all(word in str(error.value) for word in words), error.value
 
 
 def clip_apart(tree, per_leaf):
   """The clip target with results that are not its operands' memory."""
-  sizes = sum(-(-leaf.nbytes // 65536) for leaf in tree) * 32 + len(tree) * 56
-  *shapes, workspace = norm_results(sizes, len(tree))
-  shapes[2] = jax.ShapeDtypeStruct((len(tree) if per_leaf else 1, 3), jnp.float32)
+  *numbers, workspace = results_of_norm(tree, workspace_bytes(tree), per_leaf=per_leaf)
   like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in tree]
-  norms, _, _, *rest = call("clip", (*shapes, *like, workspace), np.float32(1), np.float32(1), *tree,
-                            **ATTRIBUTES | dict(per_leaf=per_leaf))
+  _, _, norms, _, _, *rest = call("clip", (*numbers, *like, workspace), EVERY_LEAF_COUNTS, np.float32(1), np.float32(1),
+                                  *tree, **ATTRIBUTES | dict(per_leaf=per_leaf))
   return norms, rest[:-1]
 
 

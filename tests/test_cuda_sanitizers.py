@@ -12,11 +12,11 @@ BARRIER = "  __syncthreads();"
 
 
 def source(thread_chunks=1, warp_chunks=2):
-  """kernels.cu with every way to sum a leaf's partials within reach of a small leaf."""
-  text = (build.SOURCES / "kernels.cu").read_text()
+  """kernels_cuda.cu with every way to sum a leaf's partials within reach of a small leaf."""
+  text = (build.SOURCES / "kernels_cuda.cu").read_text()
   for name, value in (("kThreadChunks", thread_chunks), ("kWarpChunks", warp_chunks)):
     text, found = re.subn(rf"(constexpr uint32_t {name} = )\d+;", rf"\g<1>{value};", text)
-    assert found == 1, f"kernels.cu has no {name}"
+    assert found == 1, f"kernels_cuda.cu has no {name}"
   return text
 
 
@@ -26,7 +26,7 @@ def without_barrier(which):
 
 
 def compiled(tmp_path, name, text, flags):
-  kernels = tmp_path / "kernels.cu"
+  kernels = tmp_path / "kernels_cuda.cu"
   kernels.write_text(text)
   return build.check_program(name, flags, kernels)
 

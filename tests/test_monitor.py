@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax_globalclip as ogc
+import programs
 import pytest
 
 STEPS = [1.0, 30.0, np.nan, np.inf, 5.0, 10.0, np.nan]
@@ -47,7 +48,7 @@ def test_the_factor_is_the_one_that_was_applied(policy, factor, path):
 def test_before_the_first_step_all_are_zero():
   metrics = ogc.clip_metrics(ogc.global_clip(1.0, monitor=True).init(TREE))
   assert set(metrics) == {"global_norm", "clip_factor", "steps", "clipped_steps", "nonfinite_steps",
-                          "consecutive_nonfinite"}
+                          "consecutive_nonfinite", "largest_element", "zero_elements"}
   assert all(value == 0 and value.shape == () for value in metrics.values())
 
 
@@ -129,3 +130,27 @@ def test_counters_stop_at_the_largest_int32_and_do_not_wrap(path):
   state = tx.init(TREE)._replace(steps=jnp.int32(2**31 - 1), nonfinite_steps=jnp.int32(2**31 - 1))
   _, state = tx.update([TREE[0] * np.float32(np.nan)], state)
   assert state.steps == 2**31 - 1 and state.nonfinite_steps == 2**31 - 1
+
+
+def test_the_largest_element_and_the_zeros_are_recorded_in_true_units(path):
+  tree = [np.array([3, -40, 0], np.float32), np.array([0, 1], np.float16), np.zeros((0, 3), np.float32)]
+  for scale in 1.0, 8.0, 10.0:
+    metrics = programs.clip(path)(tree, 1.0, loss_scale=jnp.float32(scale))[1]
+    np.testing.assert_allclose(metrics["largest_element"], 40 / scale, rtol=1e-6)
+    assert metrics["zero_elements"] == 2
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_the_largest_element_is_infinite_beside_one_that_is_not_finite(path, bad):
+  tree = [np.array([3, bad, 0], np.float32)]
+  metrics = programs.clip(path)(tree, 1.0)[1]
+  assert metrics["largest_element"] == np.inf and metrics["zero_elements"] == 1
+
+
+def test_windows_record_the_largest_element_of_their_mean(path):
+  tx = ogc.clipped_multi_steps(optax.sgd(1.0), 100.0, every_k=2, monitor=True, loss_scale=4.0)
+  state = tx.init([jnp.zeros(3)])
+  for gradient in [8.0, 0.0, -16.0], [8.0, 0.0, 0.0]:
+    _, state = jax.jit(tx.update)([jnp.array(gradient)], state)
+  metrics = ogc.clip_metrics(state)
+  assert metrics["largest_element"] == 2 and metrics["zero_elements"] == 1

@@ -364,7 +364,7 @@ def test_148_leaves_are_one_native_call(monkeypatch):
   tree = [np.ones(8, np.float32)] * 148
   for function, target in ((clip, "clip"), (lambda t: clip(t, scale_stage="auto"), "norm"), (ogc.global_norm, "norm")):
     found = targets(jax.jit(lambda t: function(t)).lower(tree).as_text())
-    assert found == {f"optax_globalclip_{target}_cpu_v1": 1}
+    assert found == {f"optax_globalclip_{target}_cpu_v2": 1}
 
 
 def test_the_reference_path_makes_no_native_call(monkeypatch):
@@ -423,7 +423,7 @@ def test_an_exported_program_runs_in_another_process(backend, monkeypatch, tmp_p
 
 def test_without_disabled_checks_export_names_the_custom_call(monkeypatch):
   monkeypatch.setenv("OPTAX_GLOBALCLIP_BACKEND", "native")
-  with pytest.raises(ValueError, match="optax_globalclip_clip_cpu_v1"):
+  with pytest.raises(ValueError, match="optax_globalclip_clip_cpu_v2"):
     jax.export.export(jax.jit(lambda t: clip(t)))(TREE)
 
 
@@ -431,7 +431,7 @@ def test_a_program_lowered_for_other_platforms_takes_the_reference_there(monkeyp
   monkeypatch.setenv("OPTAX_GLOBALCLIP_BACKEND", "auto")
   traced = jax.jit(lambda tree: clip(tree)).trace(TREE)
   assert targets(traced.lower(lowering_platforms=("tpu",)).as_text()) == {}
-  assert targets(traced.lower(lowering_platforms=("cpu",)).as_text()) == {"optax_globalclip_clip_cpu_v1": 1}
+  assert targets(traced.lower(lowering_platforms=("cpu",)).as_text()) == {"optax_globalclip_clip_cpu_v2": 1}
 
 
 def test_an_abstract_evaluation_computes_nothing_and_knows_the_types(path):
