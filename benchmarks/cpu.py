@@ -5,9 +5,8 @@
     python benchmarks/cpu.py --only norm clip   # some of: norm clip chain leaves compile stages
     python benchmarks/cpu.py --plot             # the figure alone, from the results already there
 
-Contenders take turns, A B C A B C ..., and what is reported is the median and the quartiles of the ratio within a turn:
-what slows the whole machine down for a while slows all of them. The time that the process had a CPU, all threads
-together, stands beside the wall time: other processes change it less. Writes results/cpu.json and results/cpu.png.
+Contenders take turns (turns.py), and what is reported is the median and the quartiles of the ratio within a turn, of
+wall time and of the time that the process had a CPU. Writes results/cpu.json and results/cpu.png.
 """
 
 import argparse
@@ -17,8 +16,6 @@ import json
 import os
 import pathlib
 import statistics
-import time
-from typing import NamedTuple
 
 for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):  # they slow the dot that the norm is compared with
   os.environ.pop(name, None)
@@ -30,72 +27,18 @@ import numpy as np
 import optax
 import optax_globalclip as ogc
 import scipy
+from gpt import random_leaves
 from machine import machine
 from optax_globalclip import _lowering
 from scipy.linalg import blas
+from turns import ratio, stopwatch, summary, take_turns
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 WIDTH = 768  # of the leaves where there are many
 
 
-class Seconds(NamedTuple):
-  wall: float
-  cpu: float
-
-
-def seconds(call, at_least=0.02):
-  """Of one call, from as many as take `at_least` together, after one that finds the caches as the last contender left
-  them: full of what it wrote, to be written back to memory first."""
-  call()
-  calls, wall, cpu = 0, time.perf_counter(), time.process_time()
-  while True:
-    call()
-    calls += 1
-    passed = time.perf_counter() - wall
-    if passed >= at_least:
-      return Seconds(passed / calls, (time.process_time() - cpu) / calls)
-
-
-def take_turns(contenders, turns):
-  """Seconds a call of every contender, turn by turn; each turn begins with another one."""
-  names = list(contenders)
-  for name in names:
-    contenders[name]()
-  times = {name: [] for name in names}
-  for turn in range(turns):
-    for name in names[turn % len(names):] + names[:turn % len(names)]:
-      times[name].append(seconds(contenders[name]))
-  return times
-
-
-def ratio(times, ours, theirs):
-  """How many times as long `ours` takes as `theirs`: quartiles over turns, of CPU time, and of the best turn of each."""
-  quotients = [a.wall / b.wall for a, b in zip(times[ours], times[theirs])]
-  low, median, high = statistics.quantiles(quotients, n=4, method="inclusive")
-  cpu = statistics.median(a.cpu / b.cpu for a, b in zip(times[ours], times[theirs]))
-  best = min(times[ours]).wall / min(times[theirs]).wall
-  return {"of": ours, "to": theirs, "median": round(median, 3), "quartiles": [round(low, 3), round(high, 3)],
-          "cpu median": round(cpu, 3), "best": round(best, 3)}
-
-
-def summary(times, pairs, calls=1):
-  """Milliseconds of every contender, divided by `calls`, and the ratios of `pairs`."""
-  def in_milliseconds(values):
-    return round(1e3 * values / calls, 4)
-  milliseconds = {
-      name: {"median": in_milliseconds(statistics.median(x.wall for x in t)), "best": in_milliseconds(min(t).wall),
-             "cpu median": in_milliseconds(statistics.median(x.cpu for x in t))} for name, t in times.items()}
-  return dict(milliseconds=milliseconds, turns=len(next(iter(times.values()))),
-              ratios=[ratio(times, *pair) for pair in pairs])
-
-
 def wait(out):
   jax.block_until_ready(out)
-
-
-def made(shapes, seed=0):
-  random = np.random.default_rng(seed)
-  return [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
 
 
 class Donated:
@@ -105,7 +48,7 @@ class Donated:
   """
 
   def __init__(self, update, shapes, shrinks):
-    self.tree, self.shrinks = made(shapes), shrinks
+    self.tree, self.shrinks = random_leaves(shapes), shrinks
     self.limit = float(ogc.global_norm(self.tree)) if shrinks < 1 else 1e30
     self.step = jax.jit(lambda tree, limit: update(limit)(tree), donate_argnums=0)
 
@@ -124,7 +67,7 @@ def stock(limit):
 
 
 def bench_norm(turns):
-  tree = made(gpt.leaf_shapes())
+  tree = random_leaves(gpt.leaf_shapes())
   flat = np.concatenate([np.ravel(leaf) for leaf in tree])
   norms = {"optax_globalclip": jax.jit(ogc.global_norm), "optax": jax.jit(optax.global_norm)}
   contenders = {name: lambda f=f: wait(f(tree)) for name, f in norms.items()}
@@ -141,7 +84,7 @@ def bench_norm(turns):
 
 def bench_clip(turns):
   shapes = gpt.leaf_shapes()
-  tree = made(shapes)
+  tree = random_leaves(shapes)
   norm = jax.jit(ogc.global_norm)
   alone = lambda limit: lambda tree: ogc.clip_tree(tree, limit)[0]
   contenders = {
@@ -159,7 +102,7 @@ class Training:
 
   def __init__(self, shapes, *clip, made_inside):
     tx = optax.chain(*clip, optax.adamw(1e-3))
-    self.params, self.gradients = made(shapes, 0), made(shapes, 1)
+    self.params, self.gradients = random_leaves(shapes, 0), random_leaves(shapes, 1)
     self.state = tx.init(self.params)
     def step(params, state, gradients):
       if made_inside:
@@ -216,11 +159,11 @@ class Inside:
   """Calls a compiled `clips_inside` again and again on what it returned."""
 
   def __init__(self, run, n):
-    self.leaves = made([(WIDTH,)] * n)
+    self.leaves = random_leaves([(WIDTH,)] * n)
     self.limit = ogc.global_norm(self.leaves) * np.float32(0.999)
-    start = time.perf_counter(), time.process_time()
+    passed = stopwatch()
     self.run = run.lower(self.leaves, self.limit).compile()
-    self.compiled = Seconds(time.perf_counter() - start[0], time.process_time() - start[1])
+    self.compiled = passed()
 
   def __call__(self):
     self.leaves, self.limit = self.run(self.leaves, self.limit)
@@ -228,7 +171,7 @@ class Inside:
 
 
 def bench_leaves(turns, n):
-  leaves = made([(WIDTH,)] * n)
+  leaves = random_leaves([(WIDTH,)] * n)
   contenders = {}
   for name, f in (("norm, optax_globalclip", ogc.global_norm), ("norm, optax", optax.global_norm)):
     run = norms_inside(f).lower(leaves).compile()
@@ -241,18 +184,15 @@ def bench_leaves(turns, n):
 
 def compile_seconds(f, tree):
   jax.clear_caches()
-  wall, cpu = time.perf_counter(), time.process_time()
+  passed = stopwatch()
   jax.jit(lambda t: f(t)).lower(tree).compile()
-  return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+  return passed()
 
 
 def bench_compile(turns, n, with_optax):
   tree = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32)] * n
   contenders = {"multiply": lambda tree: [leaf * 0.5 for leaf in tree], "norm": ogc.global_norm, "clip": ours(1.0)}
-  times = {name: [] for name in contenders}
-  for _ in range(turns):
-    for name, f in contenders.items():
-      times[name].append(compile_seconds(f, tree))
+  times = take_turns(contenders, turns, lambda f: compile_seconds(f, tree))
   pairs = [("clip", "multiply"), ("norm", "multiply")]
   ratios = [ratio(times, *pair) for pair in pairs]
   if with_optax:

@@ -83,17 +83,16 @@ def huge(cpu):
   return {"elements": ones + 8, "norm": float(norm)}
 
 
-MODELS = ("92M float32", "1.3B bfloat16", "10000 leaves")
+SIZES = {"92M float32": gpt.SMALL, "1.3B bfloat16": gpt.LARGE}
+MODELS = (*SIZES, "10000 leaves")
 
 
 def shapes(model, cpu):
   """Leaves of a model, and their dtype."""
-  width, layers, vocabulary = {"92M float32": (768, 12, 8449), "1.3B bfloat16": (2048, 24, 50257)}.get(model, (0, 0, 0))
   if model == "10000 leaves":
     return [(128 + i % 64,) for i in range(40 if cpu else 10000)], jnp.float32
-  if cpu:
-    width, layers, vocabulary = 32, 1, 100
-  return gpt.leaf_shapes(layers, width, vocabulary), getattr(jnp, model.split()[1])
+  size = gpt.Size(layers=1, width=32, vocabulary=100) if cpu else SIZES[model]
+  return gpt.leaf_shapes(size), getattr(jnp, model.split()[1])
 
 
 def seconds_a_call(call, wait, repeat):

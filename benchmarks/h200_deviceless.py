@@ -41,14 +41,22 @@ RESULTS = FOLDER / "results" / "h200_deviceless.json"
 HEADS, BATCH, LENGTH = 12, 8, 256
 
 
+def place_on_one():
+  """A function that gives the leaves of a tree of shapes their place on one H200."""
+  topology = topologies.get_topology_desc("h200", "cuda", target_config=H200.read_text(), topology="1x1x1")
+  sharding = SingleDeviceSharding(topology.devices[0])
+  return lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
 def layer_norm(p, x):
   x = x - jnp.mean(x, -1, keepdims=True)
   return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
 
 
 def attention(p, x):
-  heads = lambda w: jnp.reshape(x @ w, (BATCH, LENGTH, HEADS, gpt.WIDTH // HEADS))
-  scores = jnp.einsum("bqhd,bkhd->bhqk", heads(p["query"]), heads(p["key"])) / (gpt.WIDTH // HEADS) ** 0.5
+  width = x.shape[-1] // HEADS
+  heads = lambda w: jnp.reshape(x @ w, (BATCH, LENGTH, HEADS, width))
+  scores = jnp.einsum("bqhd,bkhd->bhqk", heads(p["query"]), heads(p["key"])) / width ** 0.5
   scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -1e9)
   mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), heads(p["value"]))
   return jnp.reshape(mixed, x.shape) @ p["out"]
@@ -126,7 +134,7 @@ def check(results, tree_mb):
 
 def main(argv=None):
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--layers", type=int, default=gpt.LAYERS)
+  parser.add_argument("--layers", type=int, default=gpt.SMALL.layers)
   parser.add_argument("--check", action="store_true", help="exit with 1 where a claim fails, and write no file")
   parser.add_argument("--only", default="", help="the programs whose names begin so")
   parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
@@ -134,10 +142,8 @@ def main(argv=None):
 
   if not ogc.backend_info()["cuda"].startswith("native"):
     sys.exit(f"no CUDA library: {ogc.backend_info()['cuda']}")
-  topology = topologies.get_topology_desc("h200", "cuda", target_config=H200.read_text(), topology="1x1x1")
-  sharding = SingleDeviceSharding(topology.devices[0])
-  place = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-  params = place(gpt.parameters(args.layers))
+  place = place_on_one()
+  params = place(gpt.parameters(gpt.SMALL._replace(layers=args.layers)))
   tokens = place(jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32))
 
   results = {}

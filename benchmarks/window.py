@@ -4,7 +4,7 @@
     python benchmarks/window.py --layers 2    # a small one
 
 A call takes donated parameters and state, and gradients that are there already; a window is eight such calls.
-Contenders take turns, and the ratio is taken within a turn. With the packages of h200_deviceless.py installed and the
+Contenders take turns (turns.py). With the packages of h200_deviceless.py installed and the
 CUDA library built, the same steps are compiled for an H200 and their bytes counted. Writes results/window.json.
 """
 
@@ -28,6 +28,7 @@ import numpy as np
 import optax
 import optax_globalclip as ogc
 from machine import machine
+from turns import quartiles, take_turns
 
 FOLDER = pathlib.Path(__file__).parent
 EVERY_K = 8
@@ -68,8 +69,7 @@ class Training:
   """A contender's parameters and state, going on from window to window."""
 
   def __init__(self, tx, shapes):
-    random = np.random.default_rng(0)
-    self.params = [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
+    self.params = gpt.random_leaves(shapes)
     self.compiled = compile_step(tx, [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes])
     self.state = tx.init(self.params)
     memory = self.compiled.memory_analysis()
@@ -88,29 +88,22 @@ class Training:
 
 
 def bench_cpu(shapes, turns):
-  random = np.random.default_rng(1)
-  gradients = [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
+  gradients = gpt.random_leaves(shapes, seed=1)
   runs = {name: Training(make(), shapes) for name, make in CONTENDERS.items()}
-  windows = {name: [] for name in runs}
-  for run in runs.values():
-    run.window(gradients)
-  for turn in range(turns):
-    names = list(runs)
-    for name in names[turn % len(names):] + names[:turn % len(names)]:
-      windows[name].append(runs[name].window(gradients))
-    print(f"turn {turn + 1}:", *(f"{name} {sum(windows[name][-1]):.2f} s" for name in names), sep="  ", flush=True)
+  def show(turn, windows):
+    print(f"turn {turn + 1}:", *(f"{name} {sum(w[-1]):.2f} s" for name, w in windows.items()), sep="  ", flush=True)
+  windows = take_turns(runs, turns, lambda run: run.window(gradients), show)
   difference = max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(runs[OURS].params, runs[THEIRS].params))
   def milliseconds(calls):
     return round(1e3 * statistics.median(calls), 1)
   out = {"turns": turns, "largest_difference_of_parameters": difference, "contenders": {}}
   for name, run in runs.items():
     quotients = [sum(theirs) / sum(own) for theirs, own in zip(windows[THEIRS], windows[name])]
-    low, median, high = statistics.quantiles(quotients, n=4, method="inclusive")
     out["contenders"][name] = dict(
         window_ms=milliseconds(map(sum, windows[name])),
         micro_step_ms=milliseconds(seconds for window in windows[name] for seconds in window[:-1]),
         boundary_ms=milliseconds(window[-1] for window in windows[name]),
-        times_faster_than_multi_steps=dict(median=round(median, 2), quartiles=[round(low, 2), round(high, 2)]),
+        times_faster_than_multi_steps=quartiles(quotients, 2),
         **run.memory)
   return out
 
@@ -120,13 +113,7 @@ def bench_h200(shapes):
   if importlib.util.find_spec("jax_cuda13_plugin") is None or not ogc.backend_info()["cuda"].startswith("native"):
     return None
   import h200_deviceless  # sets what a deviceless compile needs in the environment
-  from jax.experimental import topologies
-  from jax.sharding import SingleDeviceSharding
-  topology = topologies.get_topology_desc("h200", "cuda", target_config=h200_deviceless.H200.read_text(),
-                                          topology="1x1x1")
-  sharding = SingleDeviceSharding(topology.devices[0])
-  def place(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+  place = h200_deviceless.place_on_one()
   params = place([jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes])
   out = {}
   for name, make in CONTENDERS.items():
@@ -143,12 +130,12 @@ def bench_h200(shapes):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--layers", type=int, default=gpt.LAYERS)
+  parser.add_argument("--layers", type=int, default=gpt.SMALL.layers)
   parser.add_argument("--turns", type=int, default=7)
   parser.add_argument("--only", choices=["cpu", "h200"], help="the other's results stay as they are")
   parser.add_argument("--out", type=pathlib.Path, default=FOLDER / "results" / "window.json")
   args = parser.parse_args()
-  shapes = gpt.leaf_shapes(args.layers)
+  shapes = gpt.leaf_shapes(gpt.SMALL._replace(layers=args.layers))
   results = json.loads(args.out.read_text()) if args.out.exists() else {}
   results |= dict(date=datetime.date.today().isoformat(), leaves=len(shapes), every_k=EVERY_K,
                   parameters=sum(int(np.prod(shape)) for shape in shapes))
