@@ -39,7 +39,7 @@ def real(leaf):
 def expect(updates, want):
   """All elements of `updates` are those of the tree `want`, or all are the number `want`."""
   if np.ndim(want) == 0 and not isinstance(want, dict):
-    want = jax.tree.map(lambda u: np.full(np.shape(u), want), updates)
+    want = jax.tree.map(lambda u: np.full_like(np.asarray(u), want), updates)
   for got, leaf in zip(map(real, jax.tree.leaves(updates)), jax.tree.leaves(want), strict=True):
     if np.isnan(leaf).any():
       assert np.isnan(got).all()
