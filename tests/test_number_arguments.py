@@ -212,7 +212,8 @@ def test_65_a_subnormal_weight_is_refused_as_a_traced_one_is_bad(number):
     tx.update(TREE, tx.init(TREE), TREE, weight=number)
 
 
-@pytest.mark.parametrize("number", [np.longdouble(2) ** 16000, 10**400, np.float64(1e39), np.float16(np.inf)], ids=short)
+@pytest.mark.parametrize("number", [np.longdouble(2) ** 16000, 10**400, np.float64(1e39), np.float16(np.inf)],
+                         ids=short)
 def test_65_a_max_norm_beyond_float32_never_clips_in_any_type(path, number):
   clipped, norm = ogc.clip_tree(TREE, number)
   assert oracle.same_bits(clipped, TREE) and norm == 13
