@@ -117,26 +117,29 @@ def test_uncommitted_leaves_join_those_on_a_mesh():
 # decorates functions
 
 
-def window(max_norm, **options):
-  return ogc.clipped_multi_steps(optax.identity(), max_norm, **options)
+def inject(make, *static_args, **arguments):
+  if make is ogc.clipped_multi_steps:
+    arguments, static_args = arguments | {"inner": optax.identity()}, (*static_args, "every_k")
+  return optax.inject_hyperparams(make, static_args=static_args)(**arguments)
 
 
-MAKES = {"global_clip": ogc.global_clip, "per_tensor_clip": ogc.per_tensor_clip, "window": window}
-injected = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+injected = pytest.mark.parametrize("make", [ogc.global_clip, ogc.per_tensor_clip, ogc.clipped_multi_steps],
+                                   ids=lambda make: make.__name__)
 
 
 @injected
 @pytest.mark.parametrize("specs", [{"w": P("x"), "b": P()}, P()], ids=["tree", "one"])
 @pytest.mark.parametrize("static_args", [(), ("specs",)], ids=str)
 def test_an_injected_mesh_is_refused_in_words_that_name_static_args(make, specs, static_args):
-  tx = optax.inject_hyperparams(make, static_args=static_args)(max_norm=1.0, mesh=mesh(), specs=specs)
+  tx = inject(make, *static_args, max_norm=1.0, mesh=mesh(), specs=specs)
   with pytest.raises((TypeError, ValueError), match=r"(?s)mesh.*inject_hyperparams.*static_args"):
     tx.update(TREE, tx.init(TREE), TREE)
 
 
 @injected
 def test_an_injected_dtype_is_refused_in_words_that_name_static_args(make):
-  tx = optax.inject_hyperparams(make)(max_norm=1.0, update_dtype=jnp.float32)
+  # Called as a schedule it gives a number of the dtype of the parameters.
+  tx = inject(make, max_norm=1.0, update_dtype=jnp.bfloat16)
   with pytest.raises((TypeError, ValueError), match=r"(?s)update_dtype.*inject_hyperparams.*static_args"):
     tx.update(TREE, tx.init(TREE), TREE)
 
@@ -145,7 +148,7 @@ def test_an_injected_dtype_is_refused_in_words_that_name_static_args(make):
 @pytest.mark.parametrize("static_args", [("mesh",), ("mesh", "specs"), ("mesh", "specs", "axis_name")], ids=str)
 def test_with_static_args_a_mesh_goes_through_inject_hyperparams(path, make, static_args):
   specs = {"w": P("x"), "b": P()}
-  tx = optax.inject_hyperparams(make, static_args=static_args)(max_norm=0.5, mesh=mesh(), specs=specs)
+  tx = inject(make, *static_args, max_norm=0.5, mesh=mesh(), specs=specs)
   state = tx.init(TREE)
   assert set(state.hyperparams) == {"max_norm"}
   updates, _ = jax.jit(tx.update)(TREE, state, TREE)
