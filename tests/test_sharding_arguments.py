@@ -110,3 +110,48 @@ def test_a_prefix_of_specs_and_axes_serves_whole_subtrees():
 def test_uncommitted_leaves_join_those_on_a_mesh():
   tree = {"w": put(jnp.ones((8, 2)), mesh(), P("x")), "b": jnp.full(9, 1.0), "host": np.zeros(3, np.float32)}
   assert float(ogc.global_norm(tree)) == 5.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Under inject_hyperparams, which takes whatever can be called for a schedule: a mesh is a context manager that also
+# decorates functions
+
+
+def inject(make, *static_args, **arguments):
+  if make is ogc.clipped_multi_steps:
+    arguments, static_args = arguments | {"inner": optax.identity()}, (*static_args, "every_k")
+  return optax.inject_hyperparams(make, static_args=static_args)(**arguments)
+
+
+injected = pytest.mark.parametrize("make", [ogc.global_clip, ogc.per_tensor_clip, ogc.clipped_multi_steps],
+                                   ids=lambda make: make.__name__)
+
+
+@injected
+@pytest.mark.parametrize("specs", [{"w": P("x"), "b": P()}, P()], ids=["tree", "one"])
+@pytest.mark.parametrize("static_args", [(), ("specs",)], ids=str)
+def test_an_injected_mesh_is_refused_in_words_that_name_static_args(make, specs, static_args):
+  tx = inject(make, *static_args, max_norm=1.0, mesh=mesh(), specs=specs)
+  with pytest.raises((TypeError, ValueError), match=r"(?s)mesh.*inject_hyperparams.*static_args"):
+    tx.update(TREE, tx.init(TREE), TREE)
+
+
+@injected
+def test_an_injected_dtype_is_refused_in_words_that_name_static_args(make):
+  # Called as a schedule it gives a number of the dtype of the parameters.
+  tx = inject(make, max_norm=1.0, update_dtype=jnp.bfloat16)
+  with pytest.raises((TypeError, ValueError), match=r"(?s)update_dtype.*inject_hyperparams.*static_args"):
+    tx.update(TREE, tx.init(TREE), TREE)
+
+
+@injected
+@pytest.mark.parametrize("static_args", [("mesh",), ("mesh", "specs"), ("mesh", "specs", "axis_name")], ids=str)
+def test_with_static_args_a_mesh_goes_through_inject_hyperparams(path, make, static_args):
+  specs = {"w": P("x"), "b": P()}
+  tx = inject(make, *static_args, max_norm=0.5, mesh=mesh(), specs=specs)
+  state = tx.init(TREE)
+  assert set(state.hyperparams) == {"max_norm"}
+  updates, _ = jax.jit(tx.update)(TREE, state, TREE)
+  norms = {"w": 32, "b": 3} if make is ogc.per_tensor_clip else {"w": 35, "b": 35}
+  for name, square in norms.items():
+    np.testing.assert_allclose(updates[name], np.full(TREE[name].shape, 0.5 / np.sqrt(square)), rtol=1e-6)
