@@ -1,5 +1,5 @@
-"""What the native path computes, computed by the CUDA kernels: they are compiled for the host, and XLA calls them through
-the CUDA handlers.
+"""What the native path computes, computed by the CUDA kernels: compiled for the host, and called by XLA through the CUDA
+handlers.
 
 Every test of MODULES runs here, and fails if it launches no kernel, or is in LEFT_OUT with the reason. Cases of the
 reference path are not collected (`native_cases`): `native` in the name of a case means the kernels."""

@@ -10,6 +10,7 @@ import optax_globalclip as ogc
 import oracle
 import processes
 import pytest
+from programs import targets
 
 TREE = {"a": np.array([3, 4], np.float32), "b": np.full((2, 3), 2, np.float32)}
 NORM = 7.0  # 25 + 6 * 4 = 49
@@ -353,10 +354,6 @@ def test_clip_tree_and_norms_move_nothing_either(path):
     with jax.transfer_guard("disallow"):
       jax.block_until_ready(compiled(tree))
     assert "callback" not in compiled.as_text()
-
-
-def targets(text):
-  return {name: text.count(f"@{name}(") + text.count(f'"{name}"') for name in ogc.custom_call_targets() if name in text}
 
 
 def test_148_leaves_are_one_native_call(monkeypatch):
