@@ -39,10 +39,11 @@ def counts(name: str, leaf: Any) -> bool:
 
 
 def short_names(paths: Sequence[tuple]) -> list[str]:
-  """Names of leaves for reports: a/0. Two leaves never share one: those that would get their full path, ['a'][0]."""
+  """Names of leaves for reports: a/0, of one line and of no two leaves; where that fails the full path, ['a'][0]."""
   names = [jax.tree_util.keystr(path, simple=True, separator="/") or "." for path in paths]
   taken = collections.Counter(names)
-  return [name if taken[name] == 1 else jax.tree_util.keystr(path) for name, path in zip(names, paths)]
+  return [name if taken[name] == 1 and name.isprintable() else jax.tree_util.keystr(path)
+          for name, path in zip(names, paths)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """What a clip records of its last update, and what it counts: the state behind `clip_metrics` and `leaf_report`."""
 
-import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,22 +40,28 @@ def init(params: Any, *, leaves: bool) -> ClipState:
     names = _leaves.short_names([path for path, leaf in keyed
                                  if _leaves.counts("params" + jax.tree_util.keystr(path), leaf)])
     metrics = LeafMetrics(jnp.zeros(len(names), dtype), jnp.zeros(len(names), jnp.int32),
-                          jnp.asarray(np.frombuffer(encode_names(names), np.uint8)),
+                          jnp.asarray(np.frombuffer("\n".join(names).encode(), np.uint8)),
                           jnp.zeros((), dtype), jnp.zeros((), dtype))
   # One buffer a field: a donated state must not hold the same one twice.
   return ClipState(jnp.zeros((), dtype), jnp.zeros((), dtype), *(jnp.zeros((), jnp.int32) for _ in range(4)), metrics)
 
 
-def record(state: ClipState, numbers: Numbers, max_norm: jax.Array, *, zeroes: bool) -> ClipState:
-  """The state after an update of these numbers; `zeroes` says whether a bad one became zero, instead of NaN."""
+def record(state: ClipState, numbers: Numbers, max_norm: jax.Array, *, zeroes: bool, skips: bool = False) -> ClipState:
+  """The state after an update of these numbers; `zeroes` says whether a bad one became zero, instead of NaN.
+
+  `skips` says whether it was skipped. Then the norm on record is infinite, also where only a threshold was bad.
+  """
   bad = _reference.is_bad(numbers.ops)
+  norm = numbers.norms[0]
+  if skips:
+    norm = jax.lax.select(bad, np.asarray(np.inf, norm.dtype), norm)
   factors = _reference.clip_factors(numbers.ops, numbers.norms, max_norm)
   smallest = jnp.min(factors[1:] if len(factors) > 1 else factors, initial=1)
   factor = jax.lax.select(bad, np.asarray(0 if zeroes else np.nan, smallest.dtype), smallest)
   def count_if(condition, counter):
     return jnp.where(condition, optax.safe_increment(counter), counter)
   return ClipState(
-      global_norm=numbers.norms[0].astype(state.global_norm.dtype),
+      global_norm=norm.astype(state.global_norm.dtype),
       clip_factor=factor.astype(state.clip_factor.dtype),
       steps=optax.safe_increment(state.steps),
       clipped_steps=count_if(_reference.is_clipped(numbers.ops), state.clipped_steps),
@@ -74,14 +78,3 @@ def _record_leaves(metrics: LeafMetrics, numbers: Numbers) -> LeafMetrics:
                      f"{norms.size}: with monitor=True initialise with the tree that updates are of")
   return LeafMetrics(norms.astype(dtype), numbers.nonfinite[1:], metrics.paths, numbers.extremes[0].astype(dtype),
                      numbers.extremes[1].astype(dtype))
-
-
-def encode_names(names: Sequence[str]) -> bytes:
-  """The names, a line each; a line break within one, and what escapes it, are escaped by a backslash."""
-  lines = (name.replace("\\", "\\\\").replace("\n", "\\n") for name in names)
-  return "\n".join(lines).encode("utf-8", "surrogatepass")
-
-
-def decode_names(encoded: bytes) -> list[str]:
-  lines = encoded.decode("utf-8", "surrogatepass").split("\n")
-  return [re.sub(r"\\([\\n])", lambda match: "\n" if match[1] == "n" else "\\", line) for line in lines]

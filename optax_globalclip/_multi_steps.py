@@ -399,7 +399,8 @@ def _record(settings: _Settings, leaves: Leaves, state: ClippedMultiStepsState, 
             limit) -> ClippedMultiStepsState:
   def moved_if(condition, new, old):
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
-  clip_state = _monitor.record(state.clip_state, closed.numbers, limit, zeroes=settings.zeroes)
+  clip_state = _monitor.record(state.clip_state, closed.numbers, limit, zeroes=settings.zeroes,
+                               skips=settings.on_nonfinite == "skip")
   if settings.dynamic:
     moved = settings.dynamic.update(state.scale_state, ~_reference.is_bad(closed.numbers.ops))
     scale_state = moved_if(window.measures, moved, state.scale_state)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_globalclip import _auto, _leaves, _monitor, _native, _ops
+from optax_globalclip import _auto, _leaves, _native, _ops
 from optax_globalclip._loss_scale import LossScaleState, find_states, plain
 from optax_globalclip._monitor import ClipState
 
@@ -112,12 +112,11 @@ class LeafReport(NamedTuple):
   rows: tuple[LeafRow, ...]
 
   def __str__(self) -> str:
-    names = [row.path if row.path.isprintable() else ascii(row.path) for row in self.rows]
-    width = max(map(len, ["leaf", *names]))
+    width = max([len("leaf"), *(len(row.path) for row in self.rows)])
     lines = [f"{'leaf':{width}}  {'norm':>10}  {'share':>7}  {'non-finite':>10}"]
-    for name, row in zip(names, self.rows):
+    for row in self.rows:
       share = "" if math.isnan(row.share) else f"{row.share:.1%}"
-      lines.append(f"{name:{width}}  {row.norm:10.4g}  {share:>7}  {row.nonfinite:10d}")
+      lines.append(f"{row.path:{width}}  {row.norm:10.4g}  {share:>7}  {row.nonfinite:10d}")
     return "\n".join(lines)
 
 
@@ -173,7 +172,7 @@ def leaf_report(opt_state_or_tree: Any) -> LeafReport:
     if norms.ndim != 1:
       raise ValueError(f"leaf_report: expected the state of one optimizer, got a batch of shape {norms.shape[:-1]}: take "
                        "a member, jax.tree.map(lambda x: x[i], opt_state)")
-    paths = _monitor.decode_names(encoded.tobytes()) if norms.size else []
+    paths = encoded.tobytes().decode().split("\n") if norms.size else []
   elif _is_optimizer_state(opt_state_or_tree):
     raise ValueError(f"leaf_report: the optimizer state holds no monitored clip ({_WITH_MONITOR})")
   else:

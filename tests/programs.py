@@ -13,6 +13,11 @@ def on(path):
   return mock.patch.dict(os.environ, OPTAX_GLOBALCLIP_BACKEND=path)
 
 
+def targets(text):
+  """How often a lowered program calls each of the package's native targets."""
+  return {name: text.count(f"@{name}(") + text.count(f'"{name}"') for name in ogc.custom_call_targets() if name in text}
+
+
 @functools.lru_cache(maxsize=None)
 def clip(path, per_leaf=False, monitor=True, **options):
   """`(tree, max_norm, **extra) -> (updates, metrics)` on the path that the fixture of that name has put in force.

@@ -246,7 +246,7 @@ def test_float64_leaves_of_any_magnitude_are_measured_and_clipped(magnitude, pat
   assert metrics["global_norm"].dtype == jnp.float64
   np.testing.assert_allclose(metrics["global_norm"], float(oracle.norm(tree)), rtol=1e-15)
   assert updates[0].dtype == jnp.float64 and updates[1].dtype == jnp.float32
-  for update, exact in zip(updates, oracle.clip(tree, 1e-3)):
+  for update, exact in zip(updates, oracle.clip(tree, 1e-3), strict=True):
     np.testing.assert_allclose(update, np.asarray(exact, np.float64), rtol=1e-6 if update.dtype == np.float32 else 1e-15,
                                atol=1e-37)
 

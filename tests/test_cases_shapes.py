@@ -26,7 +26,7 @@ def test_empty_leaves_keep_their_shapes_and_do_not_count(path, name):
           np.full(1, 4, np.float32)]
   updates = jax.jit(clips(1.0)[name])(tree)
   assert [u.shape for u in updates] == [(4,), (0,), (0, 3), (4,), (1,)]
-  for update, want in zip(updates, [1 / 6, 0, 0, 1 / 3, 2 / 3]):
+  for update, want in zip(updates, [1 / 6, 0, 0, 1 / 3, 2 / 3], strict=True):
     np.testing.assert_allclose(update, np.full(update.shape, want), rtol=1e-6)
 
 
@@ -98,7 +98,8 @@ def test_no_element_is_missed_at_the_edges_of_vectors_and_chunks(size, monkeypat
   norm, norms = programs.norms("native")(tree)
   updates, _ = programs.clip("native")(tree, 1e-2)
   assert oracle.ulps(norm, oracle.norm(tree)) <= 1
-  for leaf, leaf_norm, update, want, rtol in zip(tree, norms, updates, oracle.clip(tree, 1e-2), (1e-6, 2**-10, 2**-8)):
+  wants, rtols = oracle.clip(tree, 1e-2), (1e-6, 2**-10, 2**-8)
+  for leaf, leaf_norm, update, want, rtol in zip(tree, norms, updates, wants, rtols, strict=True):
     assert oracle.ulps(leaf_norm, oracle.norm([leaf])) <= 1
     np.testing.assert_allclose(np.asarray(update, np.float64), np.asarray(want, np.float64), rtol=rtol,
                                atol=2**-25 if update.dtype == np.float16 else 0)

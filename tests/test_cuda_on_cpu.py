@@ -1,6 +1,7 @@
 """The CUDA kernels and handlers, compiled for the host and called by XLA: trees of every kind, programs of every shape,
 errors. What runs on a GPU is the same source."""
 
+import ctypes
 import functools
 
 import hypothesis
@@ -13,7 +14,7 @@ import oracle
 import processes
 import pytest
 from cuda_on_cpu import build
-from optax_globalclip import _native, _ops
+from optax_globalclip import _native
 
 pytestmark = pytest.mark.usefixtures("cuda")
 
@@ -44,9 +45,9 @@ def check_clip(tree, max_norm):
   # A float32 norm is the sum's root rounded once; a float64 one carries the roundings of its own sum.
   most = 1 if norm.dtype == np.float32 else 2
   assert oracle.ulps(norm, oracle.norm(tree)) <= most
-  for leaf, leaf_norm in zip(tree, norms):
+  for leaf, leaf_norm in zip(tree, norms, strict=True):
     assert oracle.ulps(leaf_norm, oracle.norm([leaf])) <= most
-  for got, want in zip(clipped, oracle.clip(tree, max_norm)):
+  for got, want in zip(clipped, oracle.clip(tree, max_norm), strict=True):
     assert np.all(oracle.ulps(got, want) <= 3)
 
 
@@ -83,7 +84,7 @@ def test_random_trees_clip_as_the_oracle_says(shape, magnitude, seed, max_norm):
   clipped, norm = ogc.clip_tree(tree, max_norm)
   assert oracle.ulps(norm, oracle.norm(tree)) <= 1
   smallest = np.longdouble(np.finfo(np.float32).tiny)
-  for got, want in zip(clipped, oracle.clip(tree, max_norm)):
+  for got, want in zip(clipped, oracle.clip(tree, max_norm), strict=True):
     assert np.all((oracle.ulps(got, want) <= 3) | (np.abs(want) < smallest))
 
 
@@ -118,14 +119,14 @@ def test_a_norm_of_as_many_leaves_as_a_table_holds_is_two_launches(cuda):
 
 def test_3000_leaves_take_a_launch_a_stage_for_each_table(cuda):
   tree = [jnp.full(1 + i % 3, 1 + i % 7, "bfloat16" if i % 2 else "float32") for i in range(3000)]
-  measure = jax.jit(lambda tree: _ops.measure(tree, leaf_norms=True).norms)
-  assert launches_of(cuda, measure, tree) == 4
-  norm, *of_leaves = np.asarray(measure(tree))
-  assert oracle.ulps(norm, oracle.norm(tree)) <= 1
-  assert all(oracle.ulps(got, oracle.norm([leaf])) <= 1 for got, leaf in zip(of_leaves, tree))
+  norm = jax.jit(ogc.global_norm)
+  assert launches_of(cuda, norm, tree) == launches_of(cuda, ogc.leaf_report, tree) == 4
+  assert oracle.ulps(norm(tree), oracle.norm(tree)) <= 1
+  leaf_norms = {row.path: np.float32(row.norm) for row in ogc.leaf_report(tree).rows}
+  assert all(oracle.ulps(leaf_norms[str(i)], oracle.norm([leaf])) <= 1 for i, leaf in enumerate(tree))
   transform = ogc.global_clip(1.0, scale_stage="kernel")
   updates, _ = jax.jit(transform.update)(tree, transform.init(tree))
-  for got, want in zip(updates, oracle.clip(tree, 1.0)):
+  for got, want in zip(updates, oracle.clip(tree, 1.0), strict=True):
     assert np.all(oracle.ulps(got, want) <= 3)
 
 
@@ -170,7 +171,7 @@ def test_a_tree_that_is_not_donated_is_left_as_it_was():
   tree = tree_of([5000, 3], ["float32", "bfloat16"])
   before = [np.asarray(leaf).copy() for leaf in tree]
   jax.block_until_ready(jax.jit(lambda tree: ogc.clip_tree(tree, 0.5))(tree))
-  for leaf, copy in zip(tree, before):
+  for leaf, copy in zip(tree, before, strict=True):
     np.testing.assert_array_equal(np.asarray(leaf), copy)
 
 
@@ -187,39 +188,50 @@ def call(stage, results, *args, **attributes):
   return jax.jit(lambda *args: jax.ffi.ffi_call(target, results)(*args, **attributes))(*args)
 
 
-def workspace_bytes(tree):
-  return _native._workspace("cuda", tree)[0].size
+def workspace_bytes(library, leaf_bytes):
+  return library.optax_globalclip_workspace_bytes(
+      ctypes.c_int64(len(leaf_bytes)), (ctypes.c_int64 * len(leaf_bytes))(*leaf_bytes))
 
 
-def results_of_norm(tree, workspace, **attributes):
-  return (*_native.norm_results(tree, **ATTRIBUTES | attributes), jax.ShapeDtypeStruct((workspace,), jnp.uint8))
+CHUNK_BYTES = 64 * 1024
+PARTIAL_BYTES = 48  # a SumSquares, of one chunk
+TOTAL_BYTES = 56  # a Total, of one leaf
+
+
+@pytest.mark.parametrize("leaf_bytes", [
+    [], [0], [2], [CHUNK_BYTES - 2], [CHUNK_BYTES], [CHUNK_BYTES + 2], [0, 5 * CHUNK_BYTES, 6, 2 * CHUNK_BYTES - 4],
+    [8] * 3000, [2**33 + 16, 4]], ids=lambda sizes: f"{len(sizes)} leaves, {sum(sizes)} bytes")
+def test_the_workspace_holds_a_partial_for_each_chunk_and_a_total_for_each_leaf(cuda, leaf_bytes):
+  chunks = sum(len(range(0, size, CHUNK_BYTES)) for size in leaf_bytes)
+  assert workspace_bytes(cuda, leaf_bytes) == chunks * PARTIAL_BYTES + len(leaf_bytes) * TOTAL_BYTES
 
 
 ATTRIBUTES = dict(per_leaf=False, leaf_norms=True, extremes=False, on_nonfinite=np.int32(0))
 EVERY_LEAF_COUNTS = np.zeros(0, np.int32)
 
 
-def test_the_workspace_holds_the_sums_of_chunks_and_leaves(cuda):
-  bytes_of_chunk, bytes_of_leaf, chunk = 48, 56, 64 * 1024
-  for sizes in [], [0], [1], [chunk // 4], [chunk // 4 + 1, 3], [5 * chunk // 4] * 3:
-    tree = [np.zeros(size, np.float32) for size in sizes]
-    chunks = sum(-(-leaf.nbytes // chunk) for leaf in tree)
-    assert workspace_bytes(tree) == chunks * bytes_of_chunk + len(tree) * bytes_of_leaf
+def norm_results(workspace, tree, **attributes):
+  return (*_native.norm_results(tree, **ATTRIBUTES | attributes), jax.ShapeDtypeStruct((workspace,), jnp.uint8))
 
 
-ONE_LEAF = np.ones(3, np.float32)
-
-
-@pytest.mark.parametrize("leaf, workspace, words", [
-    (ONE_LEAF, 3, ("norm", "workspace", "with 104 elements", "shape [3]")),
-    (np.ones(3, np.int32), None, ("norm", "leaf 0", "float32", "shape [3]")),
-])
-def test_errors_name_target_operand_expected_and_got(cuda, leaf, workspace, words):
+def error_of_norm(leaf, workspace, **attributes):
   one = np.float32(1)
-  results = results_of_norm([ONE_LEAF], workspace or workspace_bytes([ONE_LEAF]))
-  with pytest.raises(Exception, match="optax_globalclip norm") as error:
-    call("norm", results, EVERY_LEAF_COUNTS, one, one, leaf, **ATTRIBUTES)
-  assert all(word in str(error.value) for word in words), error.value
+  with pytest.raises(jax.errors.JaxRuntimeError) as error:
+    call("norm", norm_results(workspace, [np.ones(3, np.float32)]), EVERY_LEAF_COUNTS, one, one, leaf,
+         **ATTRIBUTES | attributes)
+  return str(error.value)
+
+
+@pytest.mark.parametrize("dtype, missing, words", [
+    (np.float32, 1, ("norm", "workspace", "with {needed} elements", "shape [{given}]")),
+    (np.int32, 0, ("norm", "leaf 0", "float32", "shape [3]")),
+])
+def test_errors_name_target_operand_expected_and_got(cuda, dtype, missing, words):
+  leaf = np.ones(3, dtype)
+  needed = workspace_bytes(cuda, [leaf.nbytes])
+  message = error_of_norm(leaf, needed - missing)
+  for word in words:
+    assert word.format(needed=needed, given=needed - missing) in message
 
 
 @pytest.mark.parametrize("attributes, words", [
@@ -227,16 +239,15 @@ def test_errors_name_target_operand_expected_and_got(cuda, leaf, workspace, word
     (dict(leaf_norms=False), ("norm", "rows", "with 3 elements", "shape [2,3]")),
 ])
 def test_errors_name_the_result_that_an_attribute_does_not_fit(cuda, attributes, words):
-  one = np.float32(1)
-  results = results_of_norm([ONE_LEAF], workspace_bytes([ONE_LEAF]))
-  with pytest.raises(Exception, match="optax_globalclip norm") as error:
-    call("norm", results, EVERY_LEAF_COUNTS, one, one, ONE_LEAF, **ATTRIBUTES | attributes)
-  assert all(word in str(error.value) for word in words), error.value
+  leaf = np.ones(3, np.float32)
+  message = error_of_norm(leaf, workspace_bytes(cuda, [leaf.nbytes]), **attributes)
+  for word in words:
+    assert word in message
 
 
-def clip_apart(tree, per_leaf):
+def clip_apart(library, tree, per_leaf):
   """The clip target with results that are not its operands' memory."""
-  *numbers, workspace = results_of_norm(tree, workspace_bytes(tree), per_leaf=per_leaf)
+  *numbers, workspace = norm_results(workspace_bytes(library, [leaf.nbytes for leaf in tree]), tree, per_leaf=per_leaf)
   like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in tree]
   _, _, norms, _, _, *rest = call("clip", (*numbers, *like, workspace), EVERY_LEAF_COUNTS, np.float32(1), np.float32(1),
                                   *tree, **ATTRIBUTES | dict(per_leaf=per_leaf))
@@ -246,17 +257,18 @@ def clip_apart(tree, per_leaf):
 @pytest.mark.parametrize("per_leaf", [False, True])
 def test_two_tables_are_clipped_in_one_call_into_other_memory(cuda, per_leaf):
   tree = [jnp.full(1 + i % 3, 1 + i % 7, "bfloat16" if i % 2 else "float32") for i in range(1700)]
-  norms, clipped = clip_apart(tree, per_leaf)
+  norms, clipped = clip_apart(cuda, tree, per_leaf)
   assert oracle.ulps(norms[0], oracle.norm(tree)) <= 1
   wants = [oracle.clip([leaf], 1.0)[0] for leaf in tree] if per_leaf else oracle.clip(tree, 1.0)
-  for leaf, got, want in zip(tree, clipped, wants):
+  for leaf, got, want in zip(tree, clipped, wants, strict=True):
     assert np.all(oracle.ulps(got, want) <= 3) and leaf[0] >= 1
 
 
-def test_an_error_of_a_copy_names_it(monkeypatch):
+def test_an_error_of_a_copy_names_it(cuda, monkeypatch):
   monkeypatch.setenv("CUDA_ON_CPU_FAIL", "cudaMemcpyAsync")
-  with pytest.raises(Exception, match="clip: copy of a leaf that is not donated: cudaErrorInvalidValue"):
-    clip_apart([jnp.ones(3)], False)
+  with pytest.raises(jax.errors.JaxRuntimeError,
+                     match="clip: copy of a leaf that is not donated: cudaErrorInvalidValue"):
+    clip_apart(cuda, [jnp.ones(3)], False)
 
 
 @pytest.mark.parametrize("function, words", [
@@ -266,7 +278,7 @@ def test_an_error_of_a_copy_names_it(monkeypatch):
 ])
 def test_an_error_of_the_runtime_names_the_kernel(function, words, monkeypatch):
   monkeypatch.setenv("CUDA_ON_CPU_FAIL", function)
-  with pytest.raises(Exception, match=words):
+  with pytest.raises(jax.errors.JaxRuntimeError, match=words):
     jax.block_until_ready(ogc.clip_tree([jnp.ones(3)], 1.0))
 
 

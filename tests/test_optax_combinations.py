@@ -1,4 +1,4 @@
-"""The clip among optax's own transformations, where `optax.clip_by_global_norm` stood."""
+"""The clip among optax's own transformations, in place of `optax.clip_by_global_norm`."""
 
 import functools
 
@@ -39,7 +39,7 @@ def test_in_front_of_adamw_it_is_what_clipping_by_hand_gives(path, standard_prom
   small = jax.tree.map(lambda g: g / 26, SPIKE)
   got, state = run(optax.chain(ogc.global_clip(1.0), optax.adamw(3e-4)), [SPIKE, small, SPIKE])
   want, want_state = run(optax.chain(optax.identity(), optax.adamw(3e-4)), [clipped, small, clipped])
-  for one, other in zip((got, state), (want, want_state)):
+  for one, other in zip((got, state), (want, want_state), strict=True):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), one, other)
 
 
@@ -157,7 +157,7 @@ def test_one_clip_before_a_partition_is_global_and_one_inside_each_label_is_not(
   expect(run(inside, [gradients])[0][0], [1, 0], [1])
 
 
-def test_per_tensor_clip_stands_where_clip_by_block_rms_would(path):
+def test_per_tensor_clip_replaces_clip_by_block_rms(path):
   (updates,), _ = run(optax.chain(ogc.per_tensor_clip(1.0), optax.scale(-1.0)), [SPIKE])
   expect(updates, [-0.6, -0.8], [-1])
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax_globalclip as ogc
+import oracle
 import pytest
 
 BAD = {"fine": np.array([1.0], np.float32), "w": [{"kernel": np.array([1, np.nan, np.inf], np.float32)}],
@@ -27,6 +28,7 @@ def clip_tree(tree):
 
 
 functions = pytest.mark.parametrize("function", [global_clip, per_tensor_clip, clip_tree])
+LIMITS = {global_clip: 1, clip_tree: 1, per_tensor_clip: np.sqrt(3)}  # what the norm of three leaves is clipped to
 
 
 @functions
@@ -49,7 +51,10 @@ def test_finite_gradients_raise_nothing_and_are_clipped(function, path):
   for run in (function, jax.jit(lambda tree: function(tree))):
     updates = run(FINE)
     jax.effects_barrier()
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
+    if function is clip_tree:
+      updates, norm = updates
+      np.testing.assert_allclose(norm, np.sqrt(53), rtol=1e-6)
+    np.testing.assert_allclose(float(oracle.norm(updates)), LIMITS[function], rtol=1e-6)
 
 
 def test_a_norm_that_overflows_is_no_error(path):

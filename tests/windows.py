@@ -13,6 +13,11 @@ def f32(*values):
   return np.asarray(values, np.float32)
 
 
+def make(inner=None, max_norm=10.0, **options):
+  """Windows of two around sgd at rate 1, unless told otherwise."""
+  return ogc.clipped_multi_steps(inner or optax.sgd(1.0), max_norm, **(dict(every_k=2) | options))
+
+
 class Run:
   """Parameters and the optimizer state, one micro-batch after another through one jitted update."""
 
