@@ -9,6 +9,7 @@ import optax
 import optax_globalclip as ogc
 import oracle
 import pytest
+from windows import leaves_with_nan
 
 NAN, INF = np.nan, np.inf
 DTYPES = {"bf16": jnp.bfloat16, "f16": np.float16, "f32": np.float32}
@@ -72,15 +73,6 @@ class Run:
   @property
   def metrics(self):
     return {name: float(value) for name, value in ogc.clip_metrics(self.state).items()}
-
-
-def leaves_with_nan(state):
-  """The paths of the leaves of a state that hold a NaN."""
-  found = []
-  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-    if jnp.issubdtype(leaf.dtype, jnp.inexact) and np.isnan(oracle.real_elements(leaf)).any():
-      found.append(jax.tree_util.keystr(path))
-  return found
 
 
 def check_skipped(run, updates):

@@ -4,9 +4,11 @@ import io
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import optax_globalclip as ogc
+import oracle
 
 
 def f32(*values):
@@ -57,3 +59,9 @@ def through_numpy(state: Any) -> Any:
 def types(tree: Any) -> Any:
   """The shape and dtype of every leaf."""
   return jax.tree.map(lambda leaf: (np.shape(leaf), np.dtype(leaf.dtype)), tree)
+
+
+def leaves_with_nan(state: Any) -> list[str]:
+  """The paths of the leaves that hold a NaN."""
+  return [jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+          if jnp.issubdtype(leaf.dtype, jnp.inexact) and np.isnan(oracle.real_elements(leaf)).any()]
