@@ -28,7 +28,11 @@ def usable_weight(weight: Any) -> Any:
 
 def is_zero(x: Any) -> Any:
   """Whether a float32 number is 0 or -0, by its bits: to XLA on the CPU a subnormal number equals 0 too."""
-  bits = jax.lax.bitcast_convert_type(x, jnp.int32) if isinstance(x, jax.Array) else x.view(np.int32)
+  if isinstance(x, jax.Array):
+    # Behind the barrier nobody sees that they are those of a float, and compares it with 0 after all.
+    bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(x, jnp.int32))
+  else:
+    bits = x.view(np.int32)
   return bits & np.int32(2**31 - 1) == 0
 
 

@@ -67,7 +67,7 @@ def check(clipped):
 def run_python(code, *arguments, **variables):
   """What a process prints last, as JSON. It has the devices of this one unless `XLA_FLAGS` says otherwise."""
   done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), HERE, *map(str, arguments)], text=True,
-                        env={**os.environ, "JAX_PLATFORMS": "cpu", **variables}, capture_output=True, timeout=180)
+                        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}, capture_output=True, timeout=180)
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout.splitlines()[-1])
 
