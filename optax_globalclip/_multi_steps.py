@@ -143,8 +143,8 @@ def clipped_multi_steps(
     * `loss_scale`: see above.
     * `weight`: the micro-batch's weight w, its number of tokens, say; default 1. One of weight 0 contributes nothing,
       even where it is NaN; a window whose weights sum to 0 gives zero updates, does not run `inner` and leaves the
-      scale. A traced weight that is negative, not finite or subnormal makes the window bad, as a traced scale or
-      threshold that cannot be used does: it counts as a non-finite one.
+      scale. A traced weight that is negative or not finite makes the window bad, as a traced scale or threshold that
+      cannot be used does: it counts as a non-finite one. A traced subnormal weight does so too, or weighs nothing.
     * `boundary`: True ends the window with this micro-batch, whatever it holds; may be traced.
 
     Other extra arguments reach `inner` from the call that ends the window. Updates have the parameters' dtypes (the
