@@ -330,7 +330,7 @@ def _accumulated(settings: _Settings, leaves: Leaves, state: ClippedMultiStepsSt
     by = _or_one(counts, weight)
   out = []
   for gradient, accumulator, dtype in zip(leaves.arrays, leaves.matching(state.accumulators, "parameters"), wide):
-    x = gradient.astype(jnp.promote_types(dtype, accumulator.dtype))
+    x = gradient.astype(max(dtype, accumulator.dtype, key=lambda kind: kind.itemsize))
     if settings.zeroes:  # a window that is to leave no trace takes in no NaN
       x = jnp.where(jnp.isnan(x), x.dtype.type(np.inf), x)
     if scale is not None:
