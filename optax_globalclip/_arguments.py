@@ -93,6 +93,9 @@ def check_dtype(name: str, value: Any, supported=SUPPORTED) -> np.dtype | None:
   """The dtype that is meant, or None; raises `TypeError` for what is none of `supported`."""
   if value is None:
     return None
+  if isinstance(value, jax.Array):
+    raise TypeError(f"{name}: expected a dtype or its name, got an array. A dtype is callable, so optax.inject_hyperparams "
+                    f"takes it for a schedule: name it in static_args=({name!r},)")
   try:
     dtype = jnp.dtype(value)
   except TypeError:

@@ -8,6 +8,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 
+# A mesh is callable, so optax takes it for a schedule; what a schedule gives is an array.
+_INJECTED = ". Under optax.inject_hyperparams name it in static_args=('mesh', 'specs')"
+
+
 def check_placement(axis_name: Any, mesh: Any, specs: Any) -> None:
   """Raises where `axis_name`, `mesh` and `specs` do not go together, whatever the tree."""
   if (mesh is None) != (specs is None):
@@ -17,7 +21,8 @@ def check_placement(axis_name: Any, mesh: Any, specs: Any) -> None:
     raise ValueError("axis_name and mesh: axis_name is for use inside shard_map and pmap, mesh and specs for use "
                      "outside; got both")
   if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
-    raise TypeError(f"mesh: expected a jax.sharding.Mesh or AbstractMesh, got {type(mesh).__name__}")
+    raise TypeError(f"mesh: expected a jax.sharding.Mesh or AbstractMesh, got {type(mesh).__name__}"
+                    + _INJECTED)
   for entry in jax.tree.leaves(axis_name, is_leaf=_is_axis_names):
     if not _is_axis_names(entry):
       raise TypeError(f"axis_name: expected the name of an axis, a tuple of names or a tree of those, got {entry!r}")
