@@ -107,18 +107,24 @@ def _check_together(leaves: Leaves) -> None:
       raise ValueError(f"{leaves.names[i]}: is unreduced over {sorted(axes)}, a sum over devices not yet taken, whose "
                        "norm its shards do not tell: reduce it first (jax.reshard, jax.lax.psum)")
     mesh = jax.typeof(array).sharding.mesh
-    if mesh.explicit_axes:
+    if not mesh.empty:
       meshed = i if meshed is None else meshed
       other = jax.typeof(leaves.arrays[meshed]).sharding.mesh
-      if mesh != other:
-        raise ValueError(_apart(leaves.names, (meshed, other), (i, mesh), "meshes of Explicit axes"))
+      if mesh != other and (mesh.explicit_axes or other.explicit_axes):
+        raise ValueError(_apart(leaves.names, (meshed, other), (i, mesh), "meshes, not all of Auto axes"))
     if isinstance(array, jax.core.Tracer) or not array.committed:
       continue
     first = i if first is None else first
     here, there = array.sharding, leaves.arrays[first].sharding
-    if here != there and here.device_set != there.device_set:
-      raise ValueError(_apart(leaves.names, *((j, sorted(map(str, sharding.device_set)))
-                                              for j, sharding in ((first, there), (i, here))), "devices"))
+    if here != there and (here.device_set != there.device_set or _devices(here) != _devices(there)):
+      raise ValueError(_apart(leaves.names, (first, _devices(there)), (i, _devices(here)), "devices"))
+
+
+def _devices(sharding: jax.sharding.Sharding) -> list[str]:
+  """The devices in the order in which a program would number them."""
+  if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
+    return list(map(str, sharding.mesh.devices.flat))
+  return sorted(map(str, sharding.device_set))
 
 
 def _apart(names: list[str], one: tuple, other: tuple, what: str) -> str:
