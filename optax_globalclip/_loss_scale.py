@@ -90,8 +90,8 @@ class DynamicLossScale:
 def _read(name: str, value: Any) -> float | int:
   """A field's value as a Python number."""
   whole = name in ("growth_interval", "hysteresis")
-  if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer) if whole else
-                                                           (int, float, np.integer, np.floating)):
+  kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating, jnp.bfloat16.dtype.type)
+  if isinstance(value, (bool, np.bool_)) or not isinstance(value, kinds):
     raise TypeError(f"DynamicLossScale: {name}: expected {'an int' if whole else 'a number'}, got {value!r}")
   number = int(value) if whole else to_float(value)
   if not usable_scale(to_float32(number)):
