@@ -27,13 +27,13 @@ def usable_weight(weight: Any) -> Any:
 
 
 def is_zero(x: Any) -> Any:
-  """Whether a float32 number is 0 or -0, by its bits: to XLA on the CPU a subnormal number equals 0 too."""
-  if isinstance(x, jax.Array):
-    # Behind the barrier nobody sees that they are those of a float, and compares it with 0 after all.
-    bits = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(x, jnp.int32))
-  else:
-    bits = x.view(np.int32)
-  return bits & np.int32(2**31 - 1) == 0
+  """Whether a float32 number is 0 or -0: to XLA on the CPU a subnormal number equals 0 too, so its bits are asked."""
+  if not isinstance(x, jax.Array):
+    return x == 0
+  magnitude = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(2**31 - 1)
+  # A range that zero is not in: told to compare the bits with 0, the compiler compares the float after all.
+  subnormal = magnitude - np.uint32(1) < np.uint32(2**23 - 1)
+  return (x == 0) & ~subnormal
 
 
 def check_number(name: str, value: Any, hint: str = "") -> None:

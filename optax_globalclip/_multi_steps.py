@@ -143,8 +143,8 @@ def clipped_multi_steps(
     * `loss_scale`: see above.
     * `weight`: the micro-batch's weight w, its number of tokens, say; default 1. One of weight 0 contributes nothing,
       even where it is NaN; a window whose weights sum to 0 gives zero updates, does not run `inner` and leaves the
-      scale. A traced weight that is negative or not finite makes the window bad, as a traced scale or threshold that
-      cannot be used does: it counts as a non-finite one. A traced subnormal weight does so too, or weighs nothing.
+      scale. A traced weight that is negative, not finite or subnormal makes the window bad, as a traced scale or
+      threshold that cannot be used does: it counts as a non-finite one.
     * `boundary`: True ends the window with this micro-batch, whatever it holds; may be traced.
 
     Other extra arguments reach `inner` from the call that ends the window. Updates have the parameters' dtypes (the
@@ -302,7 +302,7 @@ def _accumulate(settings: _Settings, leaves: Leaves, state: ClippedMultiStepsSta
                 wide: list[np.dtype]) -> _Window:
   """The window's sum of w g / S and sum of w, which is infinite once a scale or a weight cannot be used."""
   one, infinite = jnp.float32(1), np.asarray(np.inf, np.float32)
-  good = usable_scale(_or_one(True, one) if scale is None else scale)
+  good = usable_scale(one if scale is None else scale)
   if weight is not None:
     good = (good | is_zero(weight)) & usable_weight(weight)
   added = lax.select(good, one if weight is None else weight, infinite)

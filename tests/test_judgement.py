@@ -17,7 +17,7 @@ NAN, INF = np.nan, np.inf
 # Not finite, not positive, or subnormal: zero to XLA, and so the divisor of a NaN.
 BAD_SCALES = [1e-40, 0.0, INF, NAN, -1.0]
 BAD_THRESHOLDS = [NAN, -1.0]
-BAD_WEIGHTS = [NAN, -1.0, INF]
+BAD_WEIGHTS = [NAN, -1.0, INF, 1e-40]
 BAD = [("loss_scale", value) for value in BAD_SCALES] + [("max_norm", value) for value in BAD_THRESHOLDS]
 GOOD = {"max_norm": 1.0, "loss_scale": 2.0}
 
