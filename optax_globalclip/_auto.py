@@ -17,7 +17,7 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from optax_globalclip import _compat, _native
+from optax_globalclip import _compat, _lowering, _native
 from optax_globalclip._devices import Layout
 
 TARGET = "optax_globalclip_partitioned_v1"
@@ -122,7 +122,8 @@ def _on_partition(config: str, operand_shapes, operand_shardings):
 
 
 def _on_infer(config: str, operand_shardings):
-  options = _functions[json.loads(config)["name"]][1].from_json(json.loads(config)["options"])
+  config = json.loads(config)
+  options = _functions[config["name"]][1].from_json(config["options"])
   return _result_shardings(options, [_compat.replicated() if sharding is None else sharding
                                      for sharding in operand_shardings[2:]])
 
@@ -164,15 +165,7 @@ def _abstract_eval(*avals, name, options):
   return [_compat.result_aval(x.shape, x.dtype, avals) for x in results[:options.numbers]] + scaled
 
 
-@functools.lru_cache(maxsize=None)
-def _compiled(**params):
-  return jax.jit(functools.partial(_partitioned.bind, **params))
-
-
-@_partitioned.def_impl
-def _run_now(*args, **params):
-  with jax.disable_jit(False):  # a primitive is compiled also where the functions around it are not
-    return _compiled(**params)(*args)
+_lowering.compile_when_run(_partitioned)
 
 
 def _lower_for(platform: str | None) -> Callable:

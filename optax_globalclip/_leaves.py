@@ -117,14 +117,15 @@ def _check_together(leaves: Leaves) -> None:
     first = i if first is None else first
     here, there = array.sharding, leaves.arrays[first].sharding
     if here != there and (here.device_set != there.device_set or _devices(here) != _devices(there)):
-      raise ValueError(_apart(leaves.names, (first, _devices(there)), (i, _devices(here)), "devices"))
+      raise ValueError(_apart(leaves.names, *((j, list(map(str, _devices(sharding)))) for j, sharding in ((first, there), (i, here))),
+                              "devices"))
 
 
-def _devices(sharding: jax.sharding.Sharding) -> list[str]:
-  """The devices in the order in which a program would number them."""
+def _devices(sharding: jax.sharding.Sharding) -> tuple[jax.Device, ...]:
+  """The devices in the order in which a program would number them, where the sharding tells it."""
   if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
-    return list(map(str, sharding.mesh.devices.flat))
-  return sorted(map(str, sharding.device_set))
+    return tuple(sharding.mesh.devices.flat)
+  return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
 def _apart(names: list[str], one: tuple, other: tuple, what: str) -> str:

@@ -88,6 +88,18 @@ def _clip_results(*operands, stage, out_dtypes, divides, **options):
   return _norm_results(*operands, **options) + _scale_results(None, *operands[3:], out_dtypes=out_dtypes)
 
 
+def compile_when_run(primitive: Primitive) -> None:
+  """Has a primitive compiled where it is run outside of jit, and also where the functions around it are not compiled."""
+  @functools.lru_cache(maxsize=None)
+  def compiled(**params):
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+  @primitive.def_impl
+  def run_now(*args, **params):
+    with jax.disable_jit(False):
+      return compiled(**params)(*args)
+
+
 def _define(name: str, run: Callable, results: Callable) -> Callable:
   primitive = Primitive(name)
   primitive.multiple_results = True
@@ -106,15 +118,7 @@ def _define(name: str, run: Callable, results: Callable) -> Callable:
       return mlir.lower_fun(run_chosen, multiple_results=True)(ctx, *operands)
     return rule
 
-  @functools.lru_cache(maxsize=None)
-  def compiled(**params):
-    return jax.jit(functools.partial(primitive.bind, **params))
-
-  def run_now(*args, **params):
-    with jax.disable_jit(False):  # a primitive is compiled also where the functions around it are not
-      return compiled(**params)(*args)
-
-  primitive.def_impl(run_now)
+  compile_when_run(primitive)
   primitive.def_abstract_eval(abstract_eval)
   for platform in _native.PLATFORMS:
     mlir.register_lowering(primitive, lower_for(platform), platform=platform)

@@ -35,7 +35,7 @@ def on_each_device(function: Callable, options, placement: Placement, max_norm, 
     return _in_shard_map(function, options, mesh if jax.sharding.get_abstract_mesh().empty else None, specs, outer,
                          max_norm, loss_scale, *leaves, axis_names=set(mesh.explicit_axes))
   if mesh.manual_axes:
-    return _on_named_axes(function, options, outer, max_norm, loss_scale, *leaves)
+    return function(options, _layout_of_axes(outer), max_norm, loss_scale, *leaves)
   return _auto.call(function, options, max_norm, loss_scale, *leaves)
 
 
@@ -85,16 +85,11 @@ def _layout_of_axes(axes: Sequence[tuple[str, ...]]) -> Layout:
   return Layout(union, None, flags[np.asarray([kinds[frozenset(names)] for names in axes])])
 
 
-def _on_named_axes(function, options, axes, max_norm, loss_scale, *leaves):
-  """With manual axes around: `axes[i]` are those that shard leaf i."""
-  return function(options, _layout_of_axes(axes), max_norm, loss_scale, *leaves)
-
-
 def _in_shard_map(function, options, mesh, specs, outer_axes, max_norm, loss_scale, *leaves, **settings):
   """The leaves split by a shard_map of our own, inside which leaf i is sharded over `outer_axes[i]` too."""
   axes = [(*outer, *(name for entry in spec for name in axis_names(entry))) for outer, spec in zip(outer_axes, specs)]
   def run(max_norm, loss_scale, *shards):
-    return _on_named_axes(function, options, axes, max_norm, loss_scale, *shards)
+    return function(options, _layout_of_axes(axes), max_norm, loss_scale, *shards)
   scalar = PartitionSpec()
   out_specs = (*[scalar] * options.numbers, *(specs if options.scales else ()))
   return jax.shard_map(run, mesh=mesh, in_specs=(scalar, scalar, *specs), out_specs=out_specs, check_vma=False,
