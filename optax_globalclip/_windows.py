@@ -204,9 +204,10 @@ def _accumulate(settings: Settings, leaves: Leaves, state: ClippedMultiStepsStat
   if weight is None:
     return _Window(leaves.arrays, divisor, weight_sum, True, True)
   # (w g / S) / w
-  gradients = [x.astype(dtype) for x, dtype in zip(leaves.arrays, wide)]
+  weighs = ~is_zero(weight)
+  gradients = [_if(weighs, x.astype(dtype)) for x, dtype in zip(leaves.arrays, wide)]
   divisor = lax.select(usable_weight(weight), divisor, infinite)
-  return _Window(gradients, divisor, weight_sum, True, ~is_zero(weight))
+  return _Window(gradients, divisor, weight_sum, True, weighs)
 
 
 def _accumulated(settings: Settings, leaves: Leaves, state: ClippedMultiStepsState, scale, weight,
