@@ -128,7 +128,7 @@ def init(settings: Settings, params: Any) -> ClippedMultiStepsState:
 
 def update(settings: Settings, updates, state, params=None, *, loss_scale=None, weight=None, boundary=None, **extra):
   leaves, placement = placed_leaves(updates, *settings.where)
-  _check_state(state, settings.accumulates, settings.monitor, leaves)
+  _check_state(settings, state, leaves)
   wide = _wide_dtypes(leaves, _like(settings, state, params))
   out_dtypes = _out_dtypes(leaves, wide, params, settings.update_dtype)
   if boundary is not None:
@@ -313,16 +313,21 @@ def _like(settings: Settings, state: ClippedMultiStepsState, params: Any) -> Any
   return params
 
 
-def _check_state(state: Any, accumulates: bool, monitor: bool, leaves: Leaves) -> None:
+def _check_state(settings: Settings, state: Any, leaves: Leaves) -> None:
   if not isinstance(state, ClippedMultiStepsState):
     raise TypeError(f"state: expected the ClippedMultiStepsState that init returned, got {type(state).__name__}")
   again = "call init again (what inner has learned may be kept: new._replace(inner_state=old.inner_state))"
+  accumulates, monitor = settings.accumulates, settings.monitor
   holds = bool(jax.tree.leaves(state.accumulators))
   if (holds or leaves.arrays) and holds != accumulates:
     made, wanted = ("above 1", "1") if holds else ("1", "above 1")
     raise ValueError(f"state: made with every_k {made}, expected one made with every_k {wanted}: {again}")
-  if bool(monitor) != (state.clip_state.leaf_metrics is not None):
+  if monitor != (state.clip_state.leaf_metrics is not None):
     raise ValueError(f"state: made with monitor={not monitor}, expected one made with monitor={monitor}: {again}")
+  tolerates = settings.dynamic is not None and settings.dynamic.hysteresis > 1
+  if tolerates != (state.scale_state.bad_windows is not None):
+    made, wanted = ("1", "above 1") if tolerates else ("above 1", "1")
+    raise ValueError(f"state: made with a hysteresis of {made}, expected one made with {wanted}: {again}")
   if accumulates and len(leaves.arrays) < len(jax.tree.leaves(state.accumulators)):
     keyed = jax.tree_util.tree_leaves_with_path(state.accumulators)
     missing = {"updates" + jax.tree_util.keystr(path) for path, _ in keyed} - set(leaves.names)

@@ -40,3 +40,11 @@ def test_a_growing_scale_stops_at_the_maximum():
 def test_a_wrong_hysteresis_is_named(value, error):
   with pytest.raises(error, match="hysteresis"):
     ogc.DynamicLossScale(hysteresis=value)
+
+
+def test_a_state_of_another_hysteresis_is_refused():
+  def make(n):
+    return ogc.clipped_multi_steps(optax.sgd(0.1), 1.0, loss_scale=ogc.DynamicLossScale(hysteresis=n))
+  for mine, theirs in (1, 2), (2, 1):
+    with pytest.raises(ValueError, match="hysteresis.*call init again"):
+      make(mine).update(GOOD, make(theirs).init(GOOD))
