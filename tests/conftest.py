@@ -6,6 +6,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import hypothesis
 import jax
+import optax_globalclip as ogc
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -17,10 +18,8 @@ hypothesis.settings.load_profile("ci")
 @pytest.fixture(params=["native", "reference"])
 def path(request, monkeypatch):
   """Runs the test on the native path and on the reference path."""
-  monkeypatch.setenv("OPTAX_GLOBALCLIP_BACKEND", request.param)
-  # JAX keeps what it has traced by function, and the path is chosen when a function is traced. A setting that is part of
-  # JAX's key, and changes nothing here, keeps the two paths of `jax.jit(ogc.global_norm)` apart.
-  with jax.default_matmul_precision("highest" if request.param == "reference" else None):
+  monkeypatch.setenv("OPTAX_GLOBALCLIP_BACKEND", request.param)  # for processes that the test starts
+  with ogc.use_backend(request.param):
     yield request.param
 
 
