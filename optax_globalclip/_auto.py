@@ -26,7 +26,7 @@ _functions = {}  # by name: what runs on each device
 
 
 def register(options_type: type) -> Callable:
-  """Decorates a function `(options, layout, max_norm, loss_scale, *shards)` that `call` may name."""
+  """Decorates a function `(options, layout, max_norm or ops, loss_scale, *shards)` that `call` may name."""
   def decorate(function):
     _functions[function.__name__] = function, options_type
     return function
@@ -135,13 +135,15 @@ def _result_shardings(options, of_leaves):
 _compat.register_partitioner(TARGET, _on_partition, _on_infer)
 
 
-def _sharding_rule(options, ranks: Sequence[int], result_ranks: Sequence[int]) -> SdyShardingRule:
+def _sharding_rule(options, operand_ranks: Sequence[int], result_ranks: Sequence[int]) -> SdyShardingRule:
   """Every dimension of every leaf may be sharded in any way, and its scaled leaf then is likewise; numbers may not."""
+  ranks = operand_ranks[2:]
   of_leaves = tuple(ArrayMapping(*(f"leaf{i}_{d}" for d in range(rank))) for i, rank in enumerate(ranks))
   numbers = tuple(ArrayMapping(*(f"number{i}_{d}" for d in range(rank)))
                   for i, rank in enumerate(result_ranks[:options.numbers]))
-  return SdyShardingRule((ArrayMapping(), ArrayMapping(), *of_leaves), (*numbers, *(of_leaves if options.scales else ())),
-                         need_replication_factors=tuple(factor for number in numbers for factor in number))
+  given = tuple(ArrayMapping(*(f"given{i}_{d}" for d in range(rank))) for i, rank in enumerate(operand_ranks[:2]))
+  return SdyShardingRule((*given, *of_leaves), (*numbers, *(of_leaves if options.scales else ())),
+                         need_replication_factors=tuple(factor for number in (*given, *numbers) for factor in number))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def _lower_for(platform: str | None) -> Callable:
     config = dict(name=name, options=options.to_json(), devices=devices,
                   platform=platform or ctx.module_context.platforms[0],
                   x64=bool(jax.config.jax_enable_x64 or any(x.dtype.itemsize == 8 for x in ctx.avals_in)))
-    rule = _sharding_rule(options, [x.ndim for x in ctx.avals_in[2:]], [x.ndim for x in ctx.avals_out])
+    rule = _sharding_rule(options, [x.ndim for x in ctx.avals_in], [x.ndim for x in ctx.avals_out])
     return _compat.partitioned_call(ctx, TARGET, json.dumps(config, sort_keys=True), rule, operands)
   return rule
 

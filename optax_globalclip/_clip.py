@@ -6,10 +6,18 @@ import jax
 import numpy as np
 import optax
 
-from optax_globalclip import _arguments, _monitor, _ops, _placement, _reference
-from optax_globalclip._leaves import Leaves, norm_dtype
+from optax_globalclip import (
+  _arguments,
+  _monitor,
+  _ops,
+  _placement,
+  _reference,
+  _thresholds,
+)
+from optax_globalclip._leaves import Leaves
 from optax_globalclip._monitor import ClipState
 from optax_globalclip._norm import placed_leaves
+from optax_globalclip._thresholds import Clipped, ThresholdState
 
 # What becomes of a bad update.
 POLICIES = {"propagate": _reference.PROPAGATE, "raise": _reference.PROPAGATE, "zero": _reference.ZERO}
@@ -44,8 +52,9 @@ def _reason(names: list[str], counts: np.ndarray, loss_scale, max_norm) -> str:
   return f"max_norm: expected a number that is not negative and not NaN, got {max_norm}"
 
 
-def _clip_leaves(updates, max_norm, loss_scale, *, on_nonfinite, update_dtype, where: Where, options: _ops.Options):
-  """`(updates, numbers, max_norm T[])`."""
+def _clip_leaves(updates, max_norm, loss_scale, state: ThresholdState = _thresholds.CONSTANT, *, on_nonfinite,
+                 update_dtype, where: Where, options: _ops.Options) -> tuple[Any, Clipped]:
+  """The clipped tree, and what was found."""
   leaves, placement = placed_leaves(updates, *where)
   scaled = loss_scale is not None
   options = options._replace(
@@ -53,16 +62,30 @@ def _clip_leaves(updates, max_norm, loss_scale, *, on_nonfinite, update_dtype, w
       leaf_norms=options.leaf_norms or on_nonfinite == "raise",
       out_dtypes=tuple(_arguments.out_dtype(name, x, update_dtype, scaled)
                        for name, x in zip(leaves.names, leaves.arrays)))
-  max_norm = _arguments.as_scalar(max_norm, norm_dtype(leaves.arrays))
   loss_scale = _arguments.as_scalar(loss_scale if scaled else 1, np.float32)
-  numbers, clipped = _ops.clip(leaves.arrays, max_norm, loss_scale, options, placement)
+  clipped = _thresholds.clip(max_norm, state.rule_state, state.clip_count, leaves.arrays, loss_scale, options, placement,
+                             like=state.threshold)
   if on_nonfinite == "raise":
-    raise_if_bad(leaves, numbers, loss_scale, max_norm)
-  return leaves.rebuild(clipped), numbers, max_norm
+    raise_if_bad(leaves, clipped.numbers, loss_scale, clipped.limit)
+  return leaves.rebuild(clipped.leaves), clipped
+
+
+def _check_state(max_norm: Any, state: Any, monitor: bool | str) -> None:
+  """Raises for a state that is not one of `init`."""
+  follows = _thresholds.follows(max_norm)
+  if follows and not isinstance(state, ThresholdState):
+    raise TypeError("state: with a schedule or rule for max_norm expected the ThresholdState that init returned, got "
+                    f"{type(state).__name__}")
+  if follows:
+    _thresholds.check_state(max_norm, state)
+  clip_state = state.clip_state if follows else state
+  if monitor and not isinstance(clip_state, ClipState):
+    raise TypeError(f"state: with monitor={monitor!r} expected the ClipState that init returned, got "
+                    f"{type(clip_state).__name__}")
 
 
 def _make(per_leaf, max_norm, *, loss_scale, on_nonfinite, monitor, update_dtype, scale_stage, axis_name, mesh, specs):
-  _arguments.check_max_norm(max_norm)
+  _thresholds.check(max_norm, per_leaf=per_leaf)
   _arguments.check_choice("scale_stage", scale_stage, ("auto", "kernel", "xla"))
   _placement.check_placement(axis_name, mesh, specs)
   if loss_scale is not None:
@@ -72,27 +95,35 @@ def _make(per_leaf, max_norm, *, loss_scale, on_nonfinite, monitor, update_dtype
                      "clipped_multi_steps(inner, max_norm) can")
   _arguments.check_choice("on_nonfinite", on_nonfinite, POLICIES)
   update_dtype = _arguments.check_dtype("update_dtype", update_dtype)
-  options = _ops.Options(per_leaf=per_leaf, leaf_norms=bool(per_leaf or monitor), extremes=bool(monitor),
+  follows, monitor = _thresholds.follows(max_norm), _monitor.check(monitor)
+  options = _ops.Options(per_leaf=per_leaf, leaf_norms=bool(per_leaf or monitor), extremes=monitor is True,
                          stage=scale_stage)
   static_loss_scale = loss_scale
 
   def init_fn(params):
-    return _monitor.init(params, leaves=True) if monitor else optax.EmptyState()
+    clip_state = _monitor.init(params, monitor) if monitor else None
+    if follows:
+      return _thresholds.init(max_norm, params, per_leaf=per_leaf)._replace(clip_state=clip_state)
+    return clip_state if monitor else optax.EmptyState()
 
   def update_fn(updates, state, params=None, *, loss_scale=None, **extra):
     del params, extra
-    if monitor and not isinstance(state, ClipState):
-      raise TypeError(f"state: with monitor=True expected the ClipState that init returned, got {type(state).__name__}")
+    _check_state(max_norm, state, monitor)
     if loss_scale is None:
       loss_scale = static_loss_scale
     else:
       _arguments.check_loss_scale(loss_scale)
-    updates, numbers, limit = _clip_leaves(updates, max_norm, loss_scale, on_nonfinite=on_nonfinite,
-                                           update_dtype=update_dtype, where=Where(axis_name, mesh, specs),
-                                           options=options)
-    if not monitor:
-      return updates, optax.EmptyState()
-    return updates, _monitor.record(state, numbers, limit, zeroes=on_nonfinite == "zero")
+    followed = state if follows else _thresholds.CONSTANT._replace(clip_state=state)
+    updates, clipped = _clip_leaves(updates, max_norm, loss_scale, followed, on_nonfinite=on_nonfinite,
+                                    update_dtype=update_dtype, where=Where(axis_name, mesh, specs), options=options)
+    clip_state = optax.EmptyState()
+    if monitor:
+      clip_state = _monitor.record(followed.clip_state, clipped.numbers, clipped.limit, zeroes=on_nonfinite == "zero")
+    if not follows:
+      return updates, clip_state
+    return updates, state._replace(
+        clip_count=optax.safe_increment(state.clip_count), rule_state=clipped.rule_state,
+        threshold=clipped.threshold.astype(state.threshold.dtype), clip_state=clip_state if monitor else None)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -268,7 +299,7 @@ def clip_tree(
   _arguments.check_max_norm(max_norm)
   if isinstance(norm_type, jax.Array) or norm_type not in (2, 2.0):
     raise ValueError(f"norm_type: clip_tree clips by the L2 norm (norm_type=2) alone, got {norm_type!r}")
-  tree, numbers, _ = _clip_leaves(tree, max_norm, None, on_nonfinite="raise" if error_if_nonfinite else "propagate",
-                                  update_dtype=None, where=Where(axis_name, mesh, specs),
-                                  options=_ops.Options(stage="kernel"))
-  return tree, numbers.norms[0]
+  tree, clipped = _clip_leaves(tree, max_norm, None, on_nonfinite="raise" if error_if_nonfinite else "propagate",
+                               update_dtype=None, where=Where(axis_name, mesh, specs),
+                               options=_ops.Options(stage="kernel"))
+  return tree, clipped.numbers.norms[0]

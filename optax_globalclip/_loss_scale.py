@@ -12,9 +12,18 @@ from optax_globalclip._arguments import to_float, to_float32, usable_scale
 
 class LossScaleState(NamedTuple):
   """The moving part of a loss scale; for a static one `good_windows` stays 0."""
-  loss_scale: jax.Array                # float32, the scale in force
-  good_windows: jax.Array              # int32, finite windows since the scale last changed
-  bad_windows: jax.Array | None = None # int32, non-finite ones since it last grew; only where hysteresis is above 1
+  loss_scale: jax.Array    # float32, the scale in force
+  good_windows: jax.Array  # int32, finite windows since the scale last changed
+
+
+class HysteresisState(NamedTuple):
+  """The same where `hysteresis` is above 1. A class of its own: a checkpoint without the last field still loads."""
+  loss_scale: jax.Array
+  good_windows: jax.Array
+  bad_windows: jax.Array   # int32, non-finite windows since the scale last grew
+
+
+SCALE_STATES = (LossScaleState, HysteresisState)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +73,11 @@ class DynamicLossScale:
     if self.backoff_factor >= 1:
       raise ValueError(f"DynamicLossScale: backoff_factor: expected less than 1, got {self.backoff_factor}")
 
-  def init(self) -> LossScaleState:
-    return LossScaleState(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32),
-                          jnp.zeros((), jnp.int32) if self.hysteresis > 1 else None)
+  def init(self) -> LossScaleState | HysteresisState:
+    scale, good = jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32)
+    return HysteresisState(scale, good, jnp.zeros((), jnp.int32)) if self.hysteresis > 1 else LossScaleState(scale, good)
 
-  def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+  def update(self, state: LossScaleState | HysteresisState, finite: jax.Array) -> LossScaleState | HysteresisState:
     """The scale after a window that was finite or not."""
     good = state.good_windows + 1
     grows = finite & (good >= self.growth_interval)
@@ -76,15 +85,14 @@ class DynamicLossScale:
     grown = jnp.where(state.loss_scale >= highest, jnp.float32(self.maximum),
                       jnp.minimum(state.loss_scale, highest) * jnp.float32(self.growth_factor))
     lowered = jnp.maximum(state.loss_scale * jnp.float32(self.backoff_factor), jnp.float32(self.minimum))
-    backs_off, bad = ~jnp.asarray(finite), None
+    backs_off, moved = ~jnp.asarray(finite), {}
     if self.hysteresis > 1:
       bad = jnp.minimum(state.bad_windows + backs_off.astype(jnp.int32), self.hysteresis)
       backs_off = backs_off & (bad >= self.hysteresis)
-      bad = jnp.where(grows, 0, bad)
-    return LossScaleState(
+      moved["bad_windows"] = jnp.where(grows, 0, bad)
+    return state._replace(
         loss_scale=jnp.where(grows, grown, jnp.where(backs_off, lowered, state.loss_scale)),
-        good_windows=jnp.where(finite & ~grows, good, 0),
-        bad_windows=bad)
+        good_windows=jnp.where(finite & ~grows, good, 0), **moved)
 
 
 def _read(name: str, value: Any) -> float | int:
@@ -100,8 +108,8 @@ def _read(name: str, value: Any) -> float | int:
   return number
 
 
-def find_states(opt_state: Any, kind: type) -> list[Any]:
-  """Every instance of a state class anywhere in a nested optimizer state."""
+def find_states(opt_state: Any, kind: type | tuple[type, ...]) -> list[Any]:
+  """Every instance of a state class, or of several, anywhere in a nested optimizer state."""
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
   return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
@@ -129,7 +137,7 @@ def current_loss_scale(opt_state: Any) -> jax.Array:
     >>> float(ogc.current_loss_scale(tx.init([jnp.zeros(2)])))
     32768.0
   """
-  states = find_states(opt_state, LossScaleState)
+  states = find_states(opt_state, SCALE_STATES)
   if len(states) != 1:
     raise ValueError(f"current_loss_scale: expected one loss scale in the optimizer state, found {len(states)} "
                      "(clipped_multi_steps keeps one)")

@@ -12,13 +12,32 @@ from optax_globalclip._ops import Numbers
 
 
 class LeafMetrics(NamedTuple):
-  """Of the last update, in true units: the norm of each leaf and its number of non-finite elements, for `leaf_report`;
-  the largest element and the number of zeros of the whole tree, for `clip_metrics`."""
+  """Of the last update, for `leaf_report`, in true units."""
   norms: jax.Array      # T[n], before the clip
-  nonfinite: jax.Array  # int32[n]
+  nonfinite: jax.Array  # int32[n]: elements that are NaN or infinite
   paths: jax.Array      # uint8: the leaves' names, a line each, so that a state says by itself which leaf is which
+
+
+class ElementMetrics(NamedTuple):
+  """The same and, of the whole tree, for `clip_metrics`, what its elements are. A class of its own: a checkpoint of the
+  first three fields still loads, with `monitor="leaves"`."""
+  norms: jax.Array
+  nonfinite: jax.Array
+  paths: jax.Array
   largest_element: jax.Array  # T[], a magnitude; infinite where an element is not finite
   zero_elements: jax.Array    # T[], a count, exact to 2**24 (float64: 2**53)
+
+
+_KINDS = {False: None, "leaves": LeafMetrics, True: ElementMetrics}
+
+
+def check(monitor: Any) -> bool | str:
+  """What is monitored: a key of `_KINDS`."""
+  if isinstance(monitor, str):
+    if monitor != "leaves":
+      raise ValueError(f"monitor: expected True, False or 'leaves', got {monitor!r}")
+    return monitor
+  return bool(monitor)
 
 
 class ClipState(NamedTuple):
@@ -29,52 +48,64 @@ class ClipState(NamedTuple):
   clipped_steps: jax.Array
   nonfinite_steps: jax.Array
   consecutive_nonfinite: jax.Array
-  leaf_metrics: LeafMetrics | None = None
+  leaf_metrics: LeafMetrics | ElementMetrics | None = None
 
 
-def init(params: Any, *, leaves: bool) -> ClipState:
+def monitors(state: ClipState) -> bool | str:
+  """What a state was made to monitor."""
+  return next(monitor for monitor, kind in _KINDS.items() if isinstance(state.leaf_metrics, kind or type(None)))
+
+
+def init(params: Any, monitor: bool | str) -> ClipState:
   dtype = _leaves.norm_dtype(jax.tree.leaves(params))
   metrics = None
-  if leaves:
+  if monitor:
     keyed = jax.tree_util.tree_flatten_with_path(params)[0]
     names = _leaves.short_names([path for path, leaf in keyed
                                  if _leaves.counts("params" + jax.tree_util.keystr(path), leaf)])
-    metrics = LeafMetrics(jnp.zeros(len(names), dtype), jnp.zeros(len(names), jnp.int32),
-                          jnp.asarray(np.frombuffer("\n".join(names).encode(), np.uint8)),
-                          jnp.zeros((), dtype), jnp.zeros((), dtype))
+    elements = [jnp.zeros((), dtype), jnp.zeros((), dtype)] if _KINDS[monitor] is ElementMetrics else []
+    metrics = _KINDS[monitor](jnp.zeros(len(names), dtype), jnp.zeros(len(names), jnp.int32),
+                              jnp.asarray(np.frombuffer("\n".join(names).encode(), np.uint8)), *elements)
   # One buffer a field: a donated state must not hold the same one twice.
   return ClipState(jnp.zeros((), dtype), jnp.zeros((), dtype), *(jnp.zeros((), jnp.int32) for _ in range(4)), metrics)
 
 
-def record(state: ClipState, numbers: Numbers, max_norm: jax.Array, *, zeroes: bool, skips: bool = False) -> ClipState:
+def record(state: ClipState, numbers: Numbers, max_norm: jax.Array, *, zeroes: bool, skips: bool = False,
+           spike: Any = False) -> ClipState:
   """The state after an update of these numbers; `zeroes` says whether a bad one became zero, instead of NaN.
 
-  `skips` says whether it was skipped. Then the norm on record is infinite, also where only a threshold was bad.
+  `skips` says whether a bad one was skipped. Then the norm on record is infinite, also where only a threshold was bad.
+  `spike` says whether this one was, without being bad.
   """
   bad = _reference.is_bad(numbers.ops)
+  spike = jnp.asarray(spike) & ~bad
   norm = numbers.norms[0]
   if skips:
     norm = jax.lax.select(bad, np.asarray(np.inf, norm.dtype), norm)
   factors = _reference.clip_factors(numbers.ops, numbers.norms, max_norm)
   smallest = jnp.min(factors[1:] if len(factors) > 1 else factors, initial=1)
   factor = jax.lax.select(bad, np.asarray(0 if zeroes else np.nan, smallest.dtype), smallest)
+  factor = jnp.where(spike, jnp.zeros_like(factor), factor)
   def count_if(condition, counter):
     return jnp.where(condition, optax.safe_increment(counter), counter)
   return ClipState(
       global_norm=norm.astype(state.global_norm.dtype),
       clip_factor=factor.astype(state.clip_factor.dtype),
       steps=optax.safe_increment(state.steps),
-      clipped_steps=count_if(_reference.is_clipped(numbers.ops), state.clipped_steps),
+      clipped_steps=count_if(_reference.is_clipped(numbers.ops) & ~spike, state.clipped_steps),
       nonfinite_steps=count_if(bad, state.nonfinite_steps),
       consecutive_nonfinite=jnp.where(bad, optax.safe_increment(state.consecutive_nonfinite), 0),
       leaf_metrics=None if state.leaf_metrics is None else _record_leaves(state.leaf_metrics, numbers))
 
 
-def _record_leaves(metrics: LeafMetrics, numbers: Numbers) -> LeafMetrics:
+def _record_leaves(metrics: LeafMetrics | ElementMetrics, numbers: Numbers) -> LeafMetrics | ElementMetrics:
   dtype = metrics.norms.dtype
   norms = numbers.norms[1:]
   if norms.shape != metrics.norms.shape:
     raise ValueError(f"state: init recorded {metrics.norms.size} leaves of its parameters, but the updates have "
                      f"{norms.size}: with monitor=True initialise with the tree that updates are of")
-  return LeafMetrics(norms.astype(dtype), numbers.nonfinite[1:], metrics.paths, numbers.extremes[0].astype(dtype),
-                     numbers.extremes[1].astype(dtype))
+  recorded = metrics._replace(norms=norms.astype(dtype), nonfinite=numbers.nonfinite[1:])
+  if isinstance(metrics, ElementMetrics):
+    recorded = recorded._replace(largest_element=numbers.extremes[0].astype(dtype),
+                                 zero_elements=numbers.extremes[1].astype(dtype))
+  return recorded

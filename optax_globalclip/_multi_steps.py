@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import optax
 
-from optax_globalclip import _arguments, _clip, _loss_scale, _placement, _windows
+from optax_globalclip import _arguments, _clip, _loss_scale, _monitor, _placement, _thresholds, _window_state, _windows
 from optax_globalclip._loss_scale import DynamicLossScale
-from optax_globalclip._windows import ClippedMultiStepsState
+from optax_globalclip._spikes import SpikeRule
+from optax_globalclip._window_state import ClippedMultiStepsState
 
 _ACCUMULATORS = ("float16", "bfloat16", "float32", "float64")
 
@@ -34,7 +35,8 @@ def clipped_multi_steps(
     every_k: int | Callable[[jax.Array], Any] = 1,
     loss_scale: Any = None,
     on_nonfinite: str = "skip",
-    monitor: bool = False,
+    monitor: bool | str = False,
+    skip_spikes: SpikeRule | None = None,
     update_dtype=None,
     accumulator_dtype=None,
     axis_name: Any = None,
@@ -108,21 +110,23 @@ def clipped_multi_steps(
   """
   if not (hasattr(inner, "init") and hasattr(inner, "update")):
     raise TypeError(f"inner: expected an optax.GradientTransformation, got {inner!r}")
-  _arguments.check_max_norm(max_norm)
-  _arguments.check_choice("on_nonfinite", on_nonfinite, _windows.POLICIES)
+  _thresholds.check(max_norm)
+  if skip_spikes is not None and not isinstance(skip_spikes, SpikeRule):
+    raise TypeError(f"skip_spikes: expected a SpikeRule, got {skip_spikes!r}")
+  _arguments.check_choice("on_nonfinite", on_nonfinite, _window_state.POLICIES)
   _check_every_k(every_k)
   dynamic = loss_scale if isinstance(loss_scale, DynamicLossScale) else None
   static = None if dynamic else loss_scale
   if static is not None:
     _arguments.check_loss_scale(static)
   _placement.check_placement(axis_name, mesh, specs)
-  settings = _windows.Settings(
+  settings = _window_state.Settings(
       inner=optax.with_extra_args_support(inner), max_norm=max_norm, every_k=every_k, dynamic=dynamic, static=static,
-      on_nonfinite=on_nonfinite, monitor=bool(monitor),
+      on_nonfinite=on_nonfinite, monitor=_monitor.check(monitor), skip_spikes=skip_spikes,
       update_dtype=_arguments.check_dtype("update_dtype", update_dtype),
       accumulator_dtype=_arguments.check_dtype("accumulator_dtype", accumulator_dtype, _ACCUMULATORS),
       where=_clip.Where(axis_name, mesh, specs))
-  return optax.GradientTransformationExtraArgs(functools.partial(_windows.init, settings),
+  return optax.GradientTransformationExtraArgs(functools.partial(_window_state.init, settings),
                                                 functools.partial(_windows.update, settings))
 
 

@@ -1,10 +1,11 @@
 """The clip as a differentiable, batchable function of a list of leaves: the one way through.
 
-    clip, measure                what `_clip`, `_multi_steps` and `_norm` call
+    clip, clip_at, measure       what `_thresholds` and `_norm` call; `clip_at` where the threshold follows from the norm
       custom_jvp                 the derivative, in `jnp`
         custom_vmap              each member of a batch has its own norm
           on_each_device         `_sharding`: the shards that a device holds, and the axes over which they add up
             clip_shards          norm -> sum over devices -> finish -> scale
+            scale_shards         scale alone, by ops that are there
               norm, scale, clip  `_lowering`: native code or the reference, once the platform is known
 """
 
@@ -25,6 +26,7 @@ from optax_globalclip._placement import Placement
 
 class Options(NamedTuple):
   """What is computed; fixed when a clip is traced."""
+  measures: bool = True         # whether numbers are wanted; else the ops are there, in the place of the threshold
   scales: bool = False          # whether the leaves are wanted too, scaled
   per_leaf: bool = False        # whether each leaf is judged by its own norm
   # Whether the norm and the count of each leaf are wanted too. On several devices they cost a vector of a few numbers a
@@ -37,12 +39,14 @@ class Options(NamedTuple):
   out_dtypes: tuple[str, ...] = ()
   backend: str = "auto"
 
-  numbers = 4  # of the results: norms, nonfinite, ops, extremes
+  @property
+  def numbers(self) -> int:
+    """How many of the results are numbers."""
+    return len(Numbers._fields) if self.measures else 0
 
   def results(self, leaves) -> list[jax.ShapeDtypeStruct]:
-    _, nonfinite, norms, ops, extremes = _native.norm_results(leaves, **self.of_norm())
     out = [jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)) for leaf, dtype in zip(leaves, self.out_dtypes)]
-    return [norms, nonfinite, ops, extremes, *(out if self.scales else [])]
+    return [*(_native.norm_results(leaves, **self.of_norm()) if self.measures else []), *(out if self.scales else [])]
 
   def of_norm(self) -> dict[str, Any]:
     return dict(per_leaf=self.per_leaf, leaf_norms=self.leaf_norms, extremes=self.extremes,
@@ -60,9 +64,10 @@ class Options(NamedTuple):
 
 
 class Numbers(NamedTuple):
-  """What one pass finds, in true units; number 0 is the tree's, 1 + i leaf i's where they are wanted."""
-  norms: jax.Array      # T[m]
+  """What one pass finds; number 0 is the tree's, 1 + i leaf i's where they are wanted."""
+  rows: jax.Array       # T[m, 3], see `_reference`: the sums, not in true units
   nonfinite: jax.Array  # int32[m]: elements that are NaN or infinite
+  norms: jax.Array      # T[m], in true units
   ops: jax.Array        # T[k, 3], see `_reference`: what was judged, and what is done
   extremes: jax.Array   # T[2]: the largest magnitude and the number of zeros, where they are wanted; else T[0]
 
@@ -81,9 +86,9 @@ def clip_shards(options: Options, layout: Layout, max_norm, loss_scale, *shards,
   fixed = dict(**options.of_norm(), backend=options.backend)
 
   if options.scales and not layout.axes and len(set(kinds)) <= 1:
-    _, nonfinite, norms, ops, extremes, *scaled = _lowering.clip(*operands, *map(vary, shards), **fixed,
-                                                                 **options.of_scale())
-    return norms, nonfinite, ops, _true_extremes(extremes, nonfinite, loss_scale), *scaled
+    rows, nonfinite, norms, ops, extremes, *scaled = _lowering.clip(*operands, *map(vary, shards), **fixed,
+                                                                    **options.of_scale())
+    return rows, nonfinite, norms, ops, _true_extremes(extremes, nonfinite, loss_scale), *scaled
 
   summed, padding = _without_padding(shards, valid, layout)
   rows, nonfinite, norms, ops, extremes = _lowering.norm(*operands, *map(vary, summed), **fixed)
@@ -93,7 +98,14 @@ def clip_shards(options: Options, layout: Layout, max_norm, loss_scale, *shards,
     norms, ops = _reference.finish(rows, max_norm, loss_scale, per_leaf=options.per_leaf,
                                    on_nonfinite=options.on_nonfinite)
   extremes = _true_extremes(extremes, nonfinite, loss_scale)
-  return norms, nonfinite, ops, extremes, *(_scale_shards(options, ops, shards, kinds) if options.scales else ())
+  return rows, nonfinite, norms, ops, extremes, *(_scale_shards(options, ops, shards, kinds) if options.scales else ())
+
+
+@_auto.register(Options)
+def scale_shards(options: Options, layout: Layout, ops, loss_scale, *shards, valid=None):
+  """The scaled shards."""
+  del layout, loss_scale, valid
+  return tuple(_scale_shards(options, ops, shards, [_compat.varying_axes(x) for x in shards]))
 
 
 def _true_extremes(extremes, nonfinite, loss_scale):
@@ -174,25 +186,34 @@ def _norm_tangents(norms, s, ds, leaves, d_leaves, options, placement):
   return jnp.stack([whole, *of_leaves]) - norms * (ds / s)
 
 
-def _leaf_tangents(numbers, d_norms, max_norm, d_max, s, ds, leaves, d_leaves, options):
+def _leaf_tangents(numbers, d_norms, max_norm, d_max, units, options):
   """The tangents of the scaled leaves, in the norm's dtype."""
+  s, ds, leaves, d_leaves = units
   bad, clips = _reference.is_bad(numbers.ops), numbers.ops[:, 0] == _reference.CLIP
   factors = _reference.clip_factors(numbers.ops, numbers.norms, max_norm)
+  d_max = jnp.broadcast_to(d_max, factors.shape)
   # A NaN that is made only to be left out stops JAX's debuggers: this one is a constant.
   fill = np.asarray(0 if options.on_nonfinite == _reference.ZERO else np.nan, factors.dtype)
   out = []
   for i, (x, dx) in enumerate(zip(leaves, d_leaves)):
     i = 1 + i if options.per_leaf else 0
     factor = jax.lax.select(bad, fill, factors[i])
-    along = jnp.where(clips[i], d_max - factors[i] * d_norms[i], jnp.zeros_like(factor))
+    along = jnp.where(clips[i], d_max[i] - factors[i] * d_norms[i], jnp.zeros_like(factor))
     x, dx = _reference.divide(x, s), _reference.divide(dx, s, like=x)
     out.append(factor * (dx - x * (ds / s)) + _over(x, numbers.norms[i]) * along)
   return out
 
 
-def _tangents(options, placement, primals, tangents, numbers, scaled):
-  max_norm, loss_scale, *leaves = primals
-  d_max, d_loss_scale, *d_leaves = tangents
+class _Units(NamedTuple):
+  """What a derivative is taken of and along, in the norm's dtype; of a bad update that becomes zero, zeros."""
+  scale: jax.Array
+  d_scale: jax.Array
+  leaves: list[jax.Array]
+  d_leaves: list[jax.Array]
+
+
+def _units(options, numbers, loss_scale, leaves, d_loss_scale, d_leaves):
+  """`(_Units, numbers)`."""
   dtype = numbers.norms.dtype
   bad = _reference.is_bad(numbers.ops)
   s = loss_scale.astype(dtype)
@@ -201,13 +222,22 @@ def _tangents(options, placement, primals, tangents, numbers, scaled):
   if options.on_nonfinite == _reference.ZERO:
     wide, d_wide = ([jnp.where(bad, jnp.zeros_like(x), x) for x in xs] for xs in (wide, d_wide))
     numbers = numbers._replace(norms=jnp.where(bad, jnp.zeros_like(numbers.norms), numbers.norms))
-  d_norms = _norm_tangents(numbers.norms, s, ds, wide, d_wide, options, placement)
-  d_numbers = (d_norms, np.zeros(numbers.nonfinite.shape, jax.dtypes.float0), jnp.zeros_like(numbers.ops),
-               jnp.zeros_like(numbers.extremes))
+  return _Units(s, ds, wide, d_wide), numbers
+
+
+def _narrowed(tangents, scaled):
+  return tuple(_sharding.vary_as(_narrow(dy, y.dtype), y) for dy, y in zip(tangents, scaled))
+
+
+def _tangents(options, placement, primals, tangents, numbers, scaled):
+  (max_norm, loss_scale, *leaves), (d_max, d_loss_scale, *d_leaves) = primals, tangents
+  units, numbers = _units(options, numbers, loss_scale, leaves, d_loss_scale, d_leaves)
+  d_norms = _norm_tangents(numbers.norms, *units, options, placement)
+  d_numbers = Numbers(*map(jnp.zeros_like, numbers))._replace(
+      nonfinite=np.zeros(numbers.nonfinite.shape, jax.dtypes.float0), norms=d_norms)
   if not options.scales:
-    return d_numbers
-  d_scaled = _leaf_tangents(numbers, d_norms, max_norm, d_max, s, ds, wide, d_wide, options)
-  return *d_numbers, *(_sharding.vary_as(_narrow(dy, y.dtype), y) for dy, y in zip(d_scaled, scaled))
+    return tuple(d_numbers)
+  return *d_numbers, *_narrowed(_leaf_tangents(numbers, d_norms, max_norm, d_max, units, options), scaled)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -230,7 +260,7 @@ def _vmap_one_by_one(function: Callable) -> Callable:
   return batched
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _function(options: Options, placement: Placement) -> Callable:
   """`(max_norm, loss_scale, *leaves) -> (*Numbers, *scaled leaves)`."""
   @_vmap_one_by_one
@@ -248,13 +278,55 @@ def _function(options: Options, placement: Placement) -> Callable:
   return jax.jit(function, inline=True)
 
 
+@functools.cache
+def _function_at(options: Options, placement: Placement) -> Callable:
+  """`(rows, norms, max_norm, loss_scale, *leaves) -> (ops, *scaled leaves)`."""
+  def judge(rows, norms, max_norm, loss_scale):
+    return _reference.judge(rows, norms, max_norm, loss_scale, per_leaf=options.per_leaf,
+                            on_nonfinite=options.on_nonfinite)
+
+  @_vmap_one_by_one
+  def run(rows, norms, max_norm, loss_scale, *leaves):
+    ops = judge(rows, norms, max_norm, loss_scale)
+    return ops, *_sharding.on_each_device(scale_shards, options, placement, ops, loss_scale, *leaves)
+
+  function = jax.custom_jvp(run)
+
+  @function.defjvp
+  def rule(primals, tangents):
+    (rows, norms, max_norm, loss_scale, *leaves), (_, d_norms, d_max, d_loss_scale, *d_leaves) = primals, tangents
+    ops, *scaled = function(*primals)
+    numbers = Numbers(rows, None, norms, ops, None)
+    units, numbers = _units(options, numbers, loss_scale, leaves, d_loss_scale, d_leaves)
+    d_scaled = _leaf_tangents(numbers, d_norms, max_norm, d_max, units, options)
+    return (ops, *scaled), (jnp.zeros_like(ops), *_narrowed(d_scaled, scaled))
+
+  return jax.jit(function, inline=True)
+
+
+def _traced(options: Options) -> Options:
+  """The options as a key of what was traced."""
+  return options._replace(backend=_native.backend(), leaf_norms=bool(options.leaf_norms or options.per_leaf),
+                          extremes=bool(options.extremes), out_dtypes=tuple(map(str, options.out_dtypes)))
+
+
 def clip(leaves: Sequence[jax.Array], max_norm, loss_scale, options: Options,
          placement: Placement = Placement()) -> tuple[Numbers, list[jax.Array]]:
   """The numbers of `leaves / loss_scale` and, with `options.scales`, the leaves clipped to `max_norm`."""
-  options = options._replace(backend=_native.backend(), leaf_norms=bool(options.leaf_norms or options.per_leaf),
-                             extremes=bool(options.extremes), out_dtypes=tuple(map(str, options.out_dtypes)))
+  options = _traced(options)
   out = _function(options, placement)(jnp.asarray(max_norm).astype(norm_dtype(leaves)), loss_scale, *leaves)
   return Numbers(*out[:options.numbers]), list(out[options.numbers:])
+
+
+def clip_at(numbers: Numbers, max_norm, loss_scale, leaves: Sequence[jax.Array], options: Options,
+            placement: Placement = Placement()) -> tuple[jax.Array, list[jax.Array]]:
+  """`(ops, clipped leaves)` for numbers that `clip` found with the same options: nothing is measured again.
+
+  `max_norm` is T[] or, with `options.per_leaf`, T[1 + n], of which the first is the tree's.
+  """
+  function = _function_at(_traced(options)._replace(measures=False, leaf_norms=False, extremes=False), placement)
+  ops, *scaled = function(numbers.rows, numbers.norms, max_norm, loss_scale, *leaves)
+  return ops, scaled
 
 
 def measure(leaves: Sequence[jax.Array], placement: Placement = Placement(), *, leaf_norms: bool = False) -> Numbers:

@@ -44,7 +44,7 @@ def two_sum(a, b):
   return hi, (a - (hi - part)) + (b - part)
 
 
-def _exact_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def exact_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The sum over all elements as a pair: a reduction whose addition keeps its rounding errors."""
   def add(a, b):
     hi, error = two_sum(a[0], b[0])
@@ -85,7 +85,7 @@ def _power_of_two(exponent, dtype):
   return lax.bitcast_convert_type(bits, dtype)
 
 
-def _frexp(x):
+def frexp(x):
   """`(mantissa, exponent)` as `jnp.frexp`, the second int32: that of jax 0.12 loses the axes over which `x` varies."""
   info = jnp.finfo(x.dtype)
   word = np.int64 if x.dtype == np.float64 else np.int32
@@ -103,7 +103,7 @@ def normalize(hi, lo, exponent):
   nonfinite = exponent >= INFINITE_EXPONENT
   hi, lo = (jnp.where(nonfinite, jnp.zeros_like(x), x) for x in (hi, lo))
   value = hi + lo
-  power = _frexp(value)[1]
+  power = frexp(value)[1]
   shift = jnp.where(value > 0, (power - 1) >> 1, 0)
   hi, lo = two_sum(ldexp(hi, -2 * shift, steps=2), ldexp(lo, -2 * shift, steps=2))
   exponent = jnp.where(nonfinite, exponent, jnp.where(value > 0, exponent + shift, ZERO_EXPONENT))
@@ -128,14 +128,14 @@ def _rows(parts: list[list[jax.Array]], nonfinite: jax.Array, largest: jax.Array
   """A row T[3] of each leaf. What is a scalar for each leaf is done for all at once: it compiles faster."""
   dtype = largest.dtype
   usable = (nonfinite == 0) & (largest > 0)
-  exponent = _frexp(jnp.where(usable, largest, jnp.ones_like(largest)))[1]
+  exponent = frexp(jnp.where(usable, largest, jnp.ones_like(largest)))[1]
   near = jnp.clip(-exponent, jnp.finfo(dtype).minexp, jnp.finfo(dtype).maxexp - 1)
   near, rest = _power_of_two(near, dtype), _power_of_two(-exponent - near, dtype)
   sums = []
   for i, of_leaf in enumerate(parts):
-    hi, lo = _exact_sum(lax.square(of_leaf[0] * near[i] * rest[i]))
+    hi, lo = exact_sum(lax.square(of_leaf[0] * near[i] * rest[i]))
     for part in of_leaf[1:]:
-      more, more_lo = _exact_sum(lax.square(part * near[i] * rest[i]))
+      more, more_lo = exact_sum(lax.square(part * near[i] * rest[i]))
       hi, error = two_sum(hi, more)
       lo = lo + more_lo + error
     sums.append((hi, lo))
@@ -150,7 +150,7 @@ def _add_rows(rows: jax.Array) -> jax.Array:
   top = jnp.max(exponents, initial=ZERO_EXPONENT)
   exponent = jnp.max(jnp.where(exponents >= INFINITE_EXPONENT, ZERO_EXPONENT, exponents), initial=ZERO_EXPONENT)
   shift = jnp.clip(2 * (exponents - exponent), -4 * jnp.finfo(rows.dtype).maxexp, 0)
-  hi, lo = _exact_sum(ldexp(rows[:, 0], shift))
+  hi, lo = exact_sum(ldexp(rows[:, 0], shift))
   lo = lo + jnp.sum(ldexp(rows[:, 1], shift))
   return normalize(hi, lo, jnp.where(top >= INFINITE_EXPONENT, top, exponent))[None]
 
@@ -184,17 +184,21 @@ def sums(counted: jax.Array, leaves: Sequence[jax.Array], *, leaf_norms: bool, e
   return row, count, found
 
 
-def _norms(rows, loss_scale, on_nonfinite):
-  """`(norms T[m], roots T[m])`: the norms in true units; a root is a norm's mantissa, before the loss scale."""
-  hi, lo, exponent = rows[:, 0], rows[:, 1], rows[:, 2].astype(jnp.int32)
-  positive = hi > 0
+def _roots(rows):
+  """T[m]: of each row the square root of its mantissa."""
+  hi, lo = rows[:, 0], rows[:, 1]
   root = jnp.sqrt(hi)
   square, error = _square(root)
-  root = root + ((hi - square) - error + lo) / (hi.dtype.type(2) * jnp.where(positive, root, jnp.ones_like(root)))
-  mantissa, scale_exponent = _frexp(loss_scale)
+  return root + ((hi - square) - error + lo) / (hi.dtype.type(2) * jnp.where(hi > 0, root, jnp.ones_like(root)))
+
+
+def _norms(rows, loss_scale, on_nonfinite):
+  """The norms T[m] in true units."""
+  positive, exponent, root = rows[:, 0] > 0, rows[:, 2].astype(jnp.int32), _roots(rows)
+  mantissa, scale_exponent = frexp(loss_scale)
   norms = jnp.where(positive, ldexp(root / mantissa, jnp.where(positive, exponent, 0) - scale_exponent),
                     jnp.zeros_like(root))
-  return _nonfinite_norms(norms, exponent, on_nonfinite), root
+  return _nonfinite_norms(norms, exponent, on_nonfinite)
 
 
 def _nonfinite_norms(norms, exponent, on_nonfinite):
@@ -205,25 +209,33 @@ def _nonfinite_norms(norms, exponent, on_nonfinite):
   return lax.select(exponent >= NAN_EXPONENT, nan, norms) if on_nonfinite == PROPAGATE else norms
 
 
+def _usable(loss_scale, dtype):
+  """The loss scale in the dtype of the norms, or 1 in the place of one that cannot be used."""
+  return jnp.where(usable_scale(loss_scale), loss_scale, jnp.ones_like(loss_scale)).astype(dtype)
+
+
 def finish(rows, max_norm, loss_scale, *, per_leaf: bool, on_nonfinite: int):
-  """`(norms T[m], ops T[k, 3])` from `sums`; k is m with `per_leaf`, where each leaf has an op of its own, else 1.
+  """`(norms T[m], ops T[k, 3])` from `sums`: what `judge` gives, and the norms in true units that it wants."""
+  norms = _norms(rows, _usable(loss_scale, rows.dtype), on_nonfinite)
+  refused = np.full(norms.shape, np.nan if on_nonfinite == PROPAGATE else np.inf, norms.dtype)
+  norms = lax.select(jnp.broadcast_to(usable_scale(loss_scale), norms.shape), norms, refused)
+  return norms, judge(rows, norms, max_norm, loss_scale, per_leaf=per_leaf, on_nonfinite=on_nonfinite)
+
+
+def judge(rows, norms, max_norm, loss_scale, *, per_leaf: bool, on_nonfinite: int):
+  """The ops T[k, 3] of sums and norms; k is m with `per_leaf`, where each leaf has an op of its own, else 1.
 
   `max_norm` is T[], or T[m] of a threshold each. Bad is an update with a non-finite element anywhere in the tree, or
   with a loss scale or a threshold that cannot be used: `ops[0]` says so for the whole tree.
   """
-  dtype = rows.dtype
-  good_scale = usable_scale(loss_scale)
-  norms, roots = _norms(rows, jnp.where(good_scale, loss_scale, jnp.ones_like(loss_scale)).astype(dtype), on_nonfinite)
-  refused = np.full(norms.shape, np.nan if on_nonfinite == PROPAGATE else np.inf, dtype)
-  norms = lax.select(jnp.broadcast_to(good_scale, norms.shape), norms, refused)
-  k = len(norms) if per_leaf else 1
+  k, dtype = len(norms) if per_leaf else 1, norms.dtype
   good_max = usable_max_norm(max_norm)
-  bad = (rows[0, 2] >= INFINITE_EXPONENT) | ~good_scale | ~jnp.all(good_max)
-  ops = _ops(norms[:k], roots[:k], rows[:k, 2].astype(jnp.int32),
+  bad = (rows[0, 2] >= INFINITE_EXPONENT) | ~usable_scale(loss_scale) | ~jnp.all(good_max)
+  ops = _ops(norms[:k], _roots(rows[:k]), rows[:k, 2].astype(jnp.int32),
              jnp.broadcast_to(jnp.where(good_max, jnp.abs(max_norm), jnp.ones_like(max_norm)), norms.shape)[:k],  # -0: 0
-             jnp.where(good_scale, loss_scale, jnp.ones_like(loss_scale)).astype(dtype))
+             _usable(loss_scale, dtype))
   fill = np.tile(np.asarray([FILL, np.nan if on_nonfinite == PROPAGATE else 0, 0], dtype), (k, 1))
-  return norms, lax.select(jnp.broadcast_to(bad, fill.shape), fill, ops)
+  return lax.select(jnp.broadcast_to(bad, fill.shape), fill, ops)
 
 
 def _ops(norms, roots, exponents, max_norm, loss_scale):
@@ -234,8 +246,8 @@ def _ops(norms, roots, exponents, max_norm, loss_scale):
   """
   dtype = norms.dtype
   one = jnp.ones_like(norms)
-  scale_mantissa, scale_exponent = _frexp(loss_scale)
-  max_mantissa, max_exponent = _frexp(max_norm)
+  scale_mantissa, scale_exponent = frexp(loss_scale)
+  max_mantissa, max_exponent = frexp(max_norm)
   clips = norms > max_norm
   mantissa = jnp.where(clips, max_mantissa / jnp.where(clips, roots, one), one)
   power = jnp.where(clips, max_exponent - exponents, 1 - scale_exponent)

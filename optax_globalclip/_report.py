@@ -8,8 +8,9 @@ import numpy as np
 import optax
 
 from optax_globalclip import _auto, _leaves, _native, _ops
-from optax_globalclip._loss_scale import LossScaleState, find_states, plain
-from optax_globalclip._monitor import ClipState
+from optax_globalclip._loss_scale import SCALE_STATES, find_states, plain
+from optax_globalclip._monitor import ClipState, ElementMetrics
+from optax_globalclip._thresholds import ThresholdState
 
 
 def backend_info() -> dict[str, str]:
@@ -91,9 +92,16 @@ def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
                      f"{type(opt_state).__name__} (clipped_multi_steps always records, global_clip and per_tensor_clip "
                      "with monitor=True)")
   metrics = {name: plain(value) for name, value in states[0]._asdict().items() if name != "leaf_metrics"}
-  if states[0].leaf_metrics is not None:
+  if isinstance(states[0].leaf_metrics, ElementMetrics):
     metrics |= {name: plain(getattr(states[0].leaf_metrics, name)) for name in ("largest_element", "zero_elements")}
-  scales = find_states(opt_state, LossScaleState)
+  followed = find_states(opt_state, ThresholdState)
+  if len(followed) == 1:
+    threshold, spikes = followed[0].threshold, followed[0].spike_state
+    if threshold is not None and not plain(threshold).ndim:
+      metrics["threshold"] = plain(threshold)
+    if spikes is not None:
+      metrics["spike_steps"] = plain(spikes.spike_steps)
+  scales = find_states(opt_state, SCALE_STATES)
   if len(scales) == 1:
     metrics["loss_scale"] = plain(scales[0].loss_scale)
   return metrics

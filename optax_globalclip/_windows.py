@@ -9,59 +9,12 @@ import numpy as np
 import optax
 from jax import lax
 
-from optax_globalclip import _arguments, _clip, _monitor, _ops, _reference
+from optax_globalclip import _arguments, _clip, _monitor, _ops, _reference, _spikes, _thresholds, _window_state
 from optax_globalclip._arguments import is_zero, usable_scale, usable_weight
-from optax_globalclip._leaves import SUPPORTED, Leaves, dtype_of, norm_dtype
-from optax_globalclip._loss_scale import DynamicLossScale, LossScaleState
-from optax_globalclip._monitor import ClipState
+from optax_globalclip._leaves import Leaves, dtype_of
 from optax_globalclip._norm import placed_leaves
-
-POLICIES = {"skip": _reference.ZERO, **_clip.POLICIES}
-
-
-class ClippedMultiStepsState(NamedTuple):
-  """Structure and dtypes never change from `init` on."""
-  inner_state: Any
-  accumulators: Any               # sum of weight * gradient / loss_scale; None where a leaf does not count or k is 1.
-                                  # Of no meaning where micro_step is 0.
-  weight_sum: jax.Array           # float32, of the window so far
-  micro_step: jax.Array           # int32, micro-batches in the window so far
-  optimizer_step: jax.Array       # int32, times that `inner` ran: what a schedule of `every_k` is called with
-  updated: jax.Array              # bool, whether the last call ran `inner`
-  scale_state: LossScaleState
-  clip_state: ClipState     # of the last window
-
-
-class Settings(NamedTuple):
-  """The arguments of `clipped_multi_steps`, checked."""
-  inner: optax.GradientTransformationExtraArgs
-  max_norm: Any
-  every_k: Any
-  dynamic: DynamicLossScale | None
-  static: Any
-  on_nonfinite: str
-  monitor: bool
-  update_dtype: np.dtype | None
-  accumulator_dtype: np.dtype | None
-  where: _clip.Where
-
-  @property
-  def accumulates(self) -> bool:
-    return callable(self.every_k) or self.every_k > 1
-
-  @property
-  def zeroes(self) -> bool:
-    """Whether a bad window's update is zero, instead of NaN."""
-    return POLICIES[self.on_nonfinite] == _reference.ZERO
-
-  def accumulator(self, wide: np.dtype) -> np.dtype:
-    """The dtype of the accumulator of a leaf whose gradient reaches `inner` in the dtype `wide`."""
-    complex_leaf = jnp.issubdtype(wide, jnp.complexfloating)
-    return wide if complex_leaf or self.accumulator_dtype is None else self.accumulator_dtype
-
-  def static_scale(self) -> jax.Array:
-    # A buffer of its own: a donated state must not take the caller's scale with it.
-    return jnp.array(_arguments.as_scalar(1 if self.static is None else self.static, np.float32), copy=True)
+from optax_globalclip._thresholds import ThresholdState
+from optax_globalclip._window_state import POLICIES, ClippedMultiStepsState, Settings
 
 
 def _run_if(condition: jax.Array | bool, body: Callable, carry: Any) -> Any:
@@ -81,75 +34,44 @@ def _if(condition: jax.Array, x: jax.Array) -> jax.Array:
   return jnp.where(condition, x, np.zeros((), x.dtype))
 
 
-def _wide_dtype(name: str, leaf: Any) -> np.dtype | None:
-  """The accumulator's dtype: the leaf's, or float32 where that is narrower; None for a leaf that does not count."""
-  dtype = dtype_of(leaf)
-  if not jnp.issubdtype(dtype, jnp.inexact):
-    return None
-  if str(dtype) not in SUPPORTED:
-    raise TypeError(f"{name}: expected one of {', '.join(SUPPORTED)}, or an integer or bool leaf; got {dtype}")
-  return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
-
-
-def _map_wide(function: Callable, params: Any) -> Any:
-  """`function(leaf, its accumulator's dtype or None)` of every leaf."""
-  def on_leaf(path, leaf):
-    return function(leaf, _wide_dtype("params" + jax.tree_util.keystr(path), leaf))
-  return jax.tree_util.tree_map_with_path(on_leaf, params)
-
-
-def _widen(leaf: Any, dtype: np.dtype | None) -> Any:
-  if dtype is None:
-    return leaf
-  return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf, dtype)
-
-
 def _check_boundary(boundary: Any) -> None:
   if not isinstance(boundary, bool) and (np.shape(boundary) or getattr(boundary, "dtype", None) != np.bool_):
     got = f"dtype {boundary.dtype}, shape {np.shape(boundary)}" if hasattr(boundary, "dtype") else repr(boundary)
     raise TypeError(f"boundary: expected a bool or a bool scalar, got {got}")
 
 
-def init(settings: Settings, params: Any) -> ClippedMultiStepsState:
-  def accumulator(leaf, wide):
-    return jnp.zeros_like(leaf, dtype=settings.accumulator(wide)) if settings.accumulates and wide is not None else None
-  inner_state = settings.inner.init(_map_wide(_widen, params))
-  dynamic = settings.dynamic
-  return ClippedMultiStepsState(
-      inner_state=jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), inner_state),
-      accumulators=_map_wide(accumulator, params),
-      weight_sum=jnp.zeros((), jnp.float32),
-      micro_step=jnp.zeros((), jnp.int32),
-      optimizer_step=jnp.zeros((), jnp.int32),
-      updated=jnp.zeros((), jnp.bool_),
-      scale_state=dynamic.init() if dynamic else LossScaleState(settings.static_scale(), jnp.zeros((), jnp.int32)),
-      clip_state=_monitor.init(params, leaves=settings.monitor))
-
-
 def update(settings: Settings, updates, state, params=None, *, loss_scale=None, weight=None, boundary=None, **extra):
   leaves, placement = placed_leaves(updates, *settings.where)
-  _check_state(settings, state, leaves)
-  wide = _wide_dtypes(leaves, _like(settings, state, params))
-  out_dtypes = _out_dtypes(leaves, wide, params, settings.update_dtype)
+  _window_state.check_state(settings, state, leaves)
+  wide = _window_state.wide_dtypes(leaves, _window_state.like(settings, state, params))
+  out_dtypes = _window_state.out_dtypes(leaves, wide, params, settings.update_dtype)
   if boundary is not None:
     _check_boundary(boundary)
   scale, weight = _read_scale(settings, state, loss_scale), _read_weight(weight)
   window = _accumulate(settings, leaves, state, scale, weight, boundary, wide)
-  limit = _arguments.as_scalar(settings.max_norm, norm_dtype(window.gradients))
+  value = None
+  if settings.judges_value:
+    value, value_sum = _window_value(settings, state, window, weight, extra.get("value"))
+    extra["value"] = value
+  followed = state.clip_state if settings.follows else _thresholds.CONSTANT._replace(clip_state=state.clip_state)
 
   def run_inner(carry):
     clipped, inner_state = carry
-    new, after = settings.inner.update(leaves.rebuild(clipped), inner_state, _map_wide(_widen, params), **extra)
+    new, after = settings.inner.update(leaves.rebuild(clipped), inner_state, _window_state.widened(params),
+                                       **extra)
     new = [x.astype(dtype) for x, dtype in zip(leaves.matching(new, "updates of inner"), wide)]
     return new, jax.tree.map(lambda x, before: jnp.asarray(x, before.dtype), after, inner_state)
 
-  closed = _close(settings, window, limit, wide, scale is not None, placement, state.inner_state, run_inner)
+  closed = _close(settings, state, followed, window, value, wide, scale is not None, placement, run_inner)
   if settings.on_nonfinite == "raise":
-    _clip.raise_if_bad(leaves, closed.numbers, window.divisor, limit)
+    _clip.raise_if_bad(leaves, closed.numbers, window.divisor, closed.limit)
   out = [_if(closed.runs, x).astype(dtype) for x, dtype in zip(closed.buffers, out_dtypes)]
   def passed_through(leaf):
     return leaf if dtype_of(leaf) == jax.dtypes.float0 else _if(closed.runs, jnp.asarray(leaf))
-  return leaves.rebuild(out, passed_through), _record(settings, leaves, state, window, closed, limit)
+  after = _followed(settings, followed, window, closed, value)
+  if settings.judges_value:
+    after = after._replace(spike_state=after.spike_state._replace(value_sum=value_sum))
+  return leaves.rebuild(out, passed_through), _record(settings, leaves, state, window, closed, after)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -245,29 +167,44 @@ def _reaches(every_k: int | Callable, state: ClippedMultiStepsState) -> jax.Arra
 
 class _Closed(NamedTuple):
   numbers: _ops.Numbers           # of the window's gradient; zeros between ends of windows
+  limit: jax.Array                # T[]: what its norm was compared with
+  rule_state: Any                 # of the threshold
+  verdict: _spikes.Verdict | None
   runs: jax.Array | bool          # whether `inner` ran
   accumulators: list[jax.Array]   # where they are not the buffers
   buffers: list[jax.Array]        # the optimizer's updates where it ran; else the accumulators, or zeros
   inner_state: Any
 
 
-def _close(settings: Settings, window: _Window, limit, wide, scaled: bool, placement, inner_state, run_inner) -> _Closed:
+def _close(settings: Settings, state: ClippedMultiStepsState, followed: ThresholdState, window: _Window, value, wide,
+           scaled: bool, placement, run_inner) -> _Closed:
   """Where the window ends: its norm and judgement, the clip and, unless it is skipped, the optimizer."""
   # Accumulators have buffers of their own: where nothing is clipped, the kernel leaves them alone.
   options = _ops.Options(
       scales=True, stage="kernel" if settings.accumulates else "auto", on_nonfinite=POLICIES[settings.on_nonfinite],
-      leaf_norms=settings.monitor or settings.on_nonfinite == "raise", extremes=settings.monitor,
+      leaf_norms=bool(settings.monitor) or settings.on_nonfinite == "raise", extremes=settings.monitor is True,
       divides=settings.accumulates or scaled, out_dtypes=tuple(wide))
   apart = [x.dtype for x in window.gradients] != list(wide) and window.measures is not True
+  spikes, spike_state = settings.skip_spikes, followed.spike_state
+
+  def verdict_of(numbers):
+    return spikes.verdict(spike_state, numbers.norms[0], value) if spikes else None
 
   def runs_after(numbers):
-    return ~_reference.is_bad(numbers.ops) if settings.on_nonfinite == "skip" else True
+    bad, runs = _reference.is_bad(numbers.ops), True
+    if settings.on_nonfinite == "skip":
+      runs = ~bad
+    return runs & (~verdict_of(numbers).skipped | bad) if spikes else runs
 
   def close_window(carry):
-    _, accumulators, buffers, inner_state = carry
-    numbers, clipped = _ops.clip(accumulators if apart else buffers, limit, window.divisor, options, placement)
-    buffers, inner_state = _run_if(runs_after(numbers), run_inner, (clipped, inner_state))
-    return numbers, [jnp.zeros_like(x) for x in accumulators], buffers, inner_state
+    *_, accumulators, buffers, inner_state = carry
+    clipped = _thresholds.clip(
+        settings.max_norm, followed.rule_state, state.optimizer_step, accumulators if apart else buffers, window.divisor,
+        options, placement, is_spike=lambda numbers: verdict_of(numbers).skipped if spikes else False,
+        like=followed.threshold)
+    buffers, inner_state = _run_if(runs_after(clipped.numbers), run_inner, (clipped.leaves, inner_state))
+    return (clipped.numbers, clipped.limit, clipped.rule_state, [jnp.zeros_like(x) for x in accumulators], buffers,
+            inner_state)
 
   nothing = _ops.Numbers(*(jnp.zeros(x.shape, x.dtype) for x in options.results(window.gradients)[:options.numbers]))
   # One buffer a leaf: the accumulator on the way in, the optimizer's update on the way out.
@@ -275,24 +212,58 @@ def _close(settings: Settings, window: _Window, limit, wide, scaled: bool, place
   if apart:
     accumulators = window.gradients
     buffers = [jnp.zeros_like(x, dtype=dtype) for x, dtype in zip(accumulators, wide)]
-  numbers, accumulators, buffers, inner_state = _run_if(window.measures, close_window,
-                                                        (nothing, accumulators, buffers, inner_state))
-  return _Closed(numbers, window.measures & runs_after(numbers), accumulators if apart else buffers, buffers, inner_state)
+  numbers, limit, rule_state, accumulators, buffers, inner_state = _run_if(
+      window.measures, close_window, (nothing, jnp.zeros_like(nothing.norms[0]), followed.rule_state, accumulators,
+                                      buffers, state.inner_state))
+  runs = window.measures & runs_after(numbers)
+  return _Closed(numbers, limit, rule_state, verdict_of(numbers), runs, accumulators if apart else buffers, buffers,
+                 inner_state)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Record
 
 
+def _moved_if(condition, new, old):
+  return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
+
+
+def _window_value(settings: Settings, state: ClippedMultiStepsState, window: _Window, weight, value):
+  """The mean loss of the window so far, by the weights of its micro-batches, and the sum that it is made from."""
+  value = _spikes.read_value(value)
+  if not settings.accumulates:
+    return value, value
+  weighs = None if weight is None else ~is_zero(weight)
+  added = value if weight is None else _if(weighs, value) * _or_one(weighs, weight)
+  before = _if(state.micro_step != 0, state.clip_state.spike_state.value_sum)
+  total = before + added
+  by = _or_one(jnp.isfinite(window.weight_sum) & ~is_zero(window.weight_sum), window.weight_sum)
+  return total / by, total
+
+
+def _followed(settings: Settings, state: ThresholdState, window: _Window, closed: _Closed, value) -> ThresholdState:
+  """What is on record of the window that ended here, and what the next threshold goes by."""
+  bad = _reference.is_bad(closed.numbers.ops)
+  spike = closed.verdict.skipped if closed.verdict else False
+  clip_state = _monitor.record(state.clip_state, closed.numbers, closed.limit, zeroes=settings.zeroes,
+                               skips=settings.on_nonfinite == "skip", spike=spike)
+  after = state._replace(clip_state=clip_state)
+  if state.threshold is not None:
+    # A skipped window leaves no trace in a rule of any kind.
+    after = after._replace(threshold=closed.limit.astype(state.threshold.dtype),
+                           rule_state=_moved_if(closed.runs, closed.rule_state, state.rule_state))
+  if settings.skip_spikes:
+    after = after._replace(spike_state=settings.skip_spikes.update(state.spike_state, closed.verdict,
+                                                                   closed.numbers.norms[0], value, bad))
+  return _moved_if(window.measures, after, state)
+
+
 def _record(settings: Settings, leaves: Leaves, state: ClippedMultiStepsState, window: _Window, closed: _Closed,
-            limit) -> ClippedMultiStepsState:
-  def moved_if(condition, new, old):
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
-  clip_state = _monitor.record(state.clip_state, closed.numbers, limit, zeroes=settings.zeroes,
-                               skips=settings.on_nonfinite == "skip")
+            followed: ThresholdState) -> ClippedMultiStepsState:
   if settings.dynamic:
-    moved = settings.dynamic.update(state.scale_state, ~_reference.is_bad(closed.numbers.ops))
-    scale_state = moved_if(window.measures, moved, state.scale_state)
+    bad = _reference.is_bad(closed.numbers.ops)
+    moves = window.measures if closed.verdict is None else window.measures & (bad | ~closed.verdict.skipped)
+    scale_state = _moved_if(moves, settings.dynamic.update(state.scale_state, ~bad), state.scale_state)
   else:
     scale_state = state.scale_state._replace(loss_scale=settings.static_scale())
   return ClippedMultiStepsState(
@@ -300,56 +271,7 @@ def _record(settings: Settings, leaves: Leaves, state: ClippedMultiStepsState, w
       accumulators=leaves.rebuild(closed.accumulators, lambda _: None) if settings.accumulates else state.accumulators,
       weight_sum=jnp.where(window.closes, jnp.zeros_like(window.weight_sum), window.weight_sum),
       micro_step=jnp.where(window.closes, 0, state.micro_step + 1),
-      optimizer_step=moved_if(closed.runs, optax.safe_increment(state.optimizer_step), state.optimizer_step),
+      optimizer_step=_moved_if(closed.runs, optax.safe_increment(state.optimizer_step), state.optimizer_step),
       updated=jnp.asarray(closed.runs),
       scale_state=scale_state,
-      clip_state=moved_if(window.measures, clip_state, state.clip_state))
-
-
-def _like(settings: Settings, state: ClippedMultiStepsState, params: Any) -> Any:
-  """What says in which dtype a gradient reaches `inner`: the accumulators, or parameters, where they are given."""
-  if settings.accumulates and (settings.accumulator_dtype is None or params is None):
-    return state.accumulators
-  return params
-
-
-def _check_state(settings: Settings, state: Any, leaves: Leaves) -> None:
-  if not isinstance(state, ClippedMultiStepsState):
-    raise TypeError(f"state: expected the ClippedMultiStepsState that init returned, got {type(state).__name__}")
-  again = "call init again (what inner has learned may be kept: new._replace(inner_state=old.inner_state))"
-  accumulates, monitor = settings.accumulates, settings.monitor
-  holds = bool(jax.tree.leaves(state.accumulators))
-  if (holds or leaves.arrays) and holds != accumulates:
-    made, wanted = ("above 1", "1") if holds else ("1", "above 1")
-    raise ValueError(f"state: made with every_k {made}, expected one made with every_k {wanted}: {again}")
-  if monitor != (state.clip_state.leaf_metrics is not None):
-    raise ValueError(f"state: made with monitor={not monitor}, expected one made with monitor={monitor}: {again}")
-  tolerates = settings.dynamic is not None and settings.dynamic.hysteresis > 1
-  if tolerates != (state.scale_state.bad_windows is not None):
-    made, wanted = ("1", "above 1") if tolerates else ("above 1", "1")
-    raise ValueError(f"state: made with a hysteresis of {made}, expected one made with {wanted}: {again}")
-  if accumulates and len(leaves.arrays) < len(jax.tree.leaves(state.accumulators)):
-    keyed = jax.tree_util.tree_leaves_with_path(state.accumulators)
-    missing = {"updates" + jax.tree_util.keystr(path) for path, _ in keyed} - set(leaves.names)
-    raise ValueError(f"{min(missing)}: expected updates of every floating parameter, got none")
-
-
-def _wide_dtypes(leaves: Leaves, like: Any) -> list[np.dtype]:
-  """The dtypes of the gradients that reach `inner`: those of the accumulators or parameters `like`, or their own."""
-  likes = leaves.arrays if like is None else leaves.matching(like, "parameters")
-  out = []
-  for path, gradient, leaf in zip(leaves.names, leaves.arrays, likes):
-    dtype = _wide_dtype(path, leaf)
-    if gradient.shape != np.shape(leaf):
-      raise ValueError(f"{path}: expected shape {np.shape(leaf)}, that of the parameter; got {gradient.shape}")
-    if dtype is None or jnp.iscomplexobj(gradient) > jnp.issubdtype(dtype, jnp.complexfloating):
-      raise TypeError(f"{path}: expected updates for a parameter of dtype {dtype_of(leaf)}; got {gradient.dtype}")
-    out.append(dtype)
-  return out
-
-
-def _out_dtypes(leaves: Leaves, wide_dtypes: list[np.dtype], params: Any, update_dtype) -> list[np.dtype]:
-  """The dtypes of the updates: `update_dtype`, else the parameters', else the accumulators'."""
-  if update_dtype is not None:
-    return [_arguments.out_dtype(name, x, update_dtype, False) for name, x in zip(leaves.names, leaves.arrays)]
-  return wide_dtypes if params is None else [dtype_of(leaf) for leaf in leaves.matching(params, "parameters")]
+      clip_state=followed if settings.follows else followed.clip_state)

@@ -1,0 +1,364 @@
+"""Rules for a threshold that follows the run: `zclip`, `ema_clip`, `autoclip`, `adagc`, and what a rule of one's own is."""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_globalclip import _statistics
+from optax_globalclip._arguments import check_number, to_float
+from optax_globalclip._statistics import as_dtype
+
+
+@runtime_checkable
+class ThresholdRule(Protocol):
+  """A rule for the threshold: what `max_norm` may be. Both methods are pure functions of arrays; no call is traced twice.
+
+  It must not be callable: that is a schedule.
+  """
+
+  def init(self, like: jax.ShapeDtypeStruct) -> Any:
+    """The first state: a pytree of arrays whose structure, shapes and dtypes never change.
+
+    `like` has the shape and the dtype T of the norms: T[], or T[n] under `per_tensor_clip`, one for each leaf.
+    """
+
+  def update(self, state: Any, norm: jax.Array, finite: jax.Array, *, global_norm: jax.Array) -> tuple[jax.Array, Any]:
+    """`(threshold, state)` for an update of this norm.
+
+    Args:
+      state: what `init` or the last call returned.
+      norm: T[] or T[n], before the clip, in true units. It may be NaN or infinite where `finite` is False.
+      finite: bool of the same shape: whether the norm may enter the statistics. False where the update holds NaN or
+        infinity anywhere, where the norm is beyond its dtype, and in a window that is skipped as a spike.
+      global_norm: T[], the norm of the whole tree.
+
+    Returns:
+      A threshold of the norm's shape, at least 0, which the norm is compared with now; the state that follows.
+    """
+
+
+def _check(rule: str, name: str, value: Any, *, low: float = 0.0, high: float = np.inf, above: bool = False,
+           below: bool = False) -> None:
+  """A number within bounds; a traced one is not read."""
+  check_number(f"{rule}: {name}", value)
+  if isinstance(value, jax.Array):
+    return
+  number = to_float(value)
+  if not (low <= number <= high) or (above and number == low) or (below and number == high):
+    bounds = f"{'above' if above else 'at least'} {low:g}"
+    bounds += "" if high == np.inf else f" and {'below' if below else 'at most'} {high:g}"
+    raise ValueError(f"{rule}: {name}: expected a number {bounds}, got {value!r}")
+
+
+def check_whole(rule: str, name: str, value: Any, low: int) -> None:
+  """A length, which shapes depend on: never traced."""
+  if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    raise TypeError(f"{rule}: {name}: expected an int, got {type(value).__name__} {value!r}; under "
+                    f"optax.inject_hyperparams name it in static_args=({name!r},)")
+  if value < low:
+    raise ValueError(f"{rule}: {name}: expected at least {low}, got {value}")
+
+
+def check_between(rule: str, name: str, value: Any, low: float, high: float) -> None:
+  _check(rule, name, value, low=low, high=high)
+
+
+def check_decay(rule: str, value: Any) -> None:
+  _check(rule, "decay", value, high=1.0, below=True)
+
+
+def check_positive(rule: str, name: str, value: Any) -> None:
+  _check(rule, name, value, above=True)
+
+
+def _enters(norm: jax.Array, finite: jax.Array) -> jax.Array:
+  """A norm of 0 tells nothing of the run, and could hold a threshold at 0 for ever."""
+  return finite & (norm > 0)
+
+
+def _known(norm: jax.Array, enters: jax.Array) -> jax.Array:
+  return jnp.where(enters, norm, jnp.zeros_like(norm))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bounded:
+  """A rule whose thresholds stay within `minimum` and `maximum`."""
+  minimum: Any = dataclasses.field(default=0.0, kw_only=True)
+  maximum: Any = dataclasses.field(default=np.inf, kw_only=True)
+
+  leaves_only = False  # whether it is for `per_tensor_clip` alone
+
+  def __post_init__(self):
+    rule = type(self).__name__.strip("_")
+    for name in ("minimum", "maximum"):
+      _check(rule, name, getattr(self, name))
+    if not any(isinstance(x, jax.Array) for x in (self.minimum, self.maximum)) and self.minimum > self.maximum:
+      raise ValueError(f"{rule}: expected minimum <= maximum, got {self.minimum!r} and {self.maximum!r}")
+    self.check(rule)
+
+  def bound(self, threshold: jax.Array) -> jax.Array:
+    dtype = threshold.dtype
+    return jnp.minimum(jnp.maximum(threshold, as_dtype(self.minimum, dtype)), as_dtype(self.maximum, dtype))
+
+
+def _or_infinite(condition: jax.Array, threshold: jax.Array) -> jax.Array:
+  return jax.lax.select(jnp.broadcast_to(condition, threshold.shape), threshold,
+                        np.full(threshold.shape, np.inf, threshold.dtype))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ema_clip(_Bounded):
+  r"""The threshold is a multiple of the moving average of the norms.
+
+  .. math:: \tau_t = \text{factor} \cdot \mu_{t-1}, \qquad
+            \mu_t = \text{decay} \cdot \mu_{t-1} + (1 - \text{decay}) \min(\|g_t\|, \tau_t)
+
+  Over the first `warmup` norms the average is their mean and the threshold is `maximum`. What enters is the norm after
+  the clip, so that a spike raises the average by little. A norm that is NaN, infinite or 0 does not enter.
+
+  Args:
+    factor: how many times the average a norm may be; above 0. May be traced.
+    decay: of the average; at least 0, below 1. May be traced.
+    warmup: norms before the first threshold; an int, at least 1.
+    minimum: no threshold is below it; at least 0. May be traced.
+    maximum: no threshold is above it, in the warm-up too. May be traced.
+
+  Returns:
+    A rule: pass it as `max_norm`. Under `per_tensor_clip` each leaf has an average of its own.
+
+  Raises:
+    ValueError: a number outside of these bounds.
+    TypeError: what is no number; a `warmup` that is no int.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_globalclip as ogc
+    >>> tx = ogc.global_clip(ogc.ema_clip(factor=2.0, decay=0.5, warmup=2))
+    >>> state = tx.init([jnp.zeros(1)])
+    >>> for norm in [1., 1., 1., 1., 10.]:
+    ...   updates, state = tx.update([jnp.array([norm])], state)
+    >>> float(updates[0][0]), float(state.threshold)
+    (2.0, 2.0)
+
+  References:
+    The moving average as in AdaGC (Wang et al., arXiv 2502.11034), for the global norm.
+  """
+  factor: Any = 2.0
+  decay: Any = 0.99
+  warmup: int = 25
+
+  def check(self, rule: str) -> None:
+    check_positive(rule, "factor", self.factor)
+    check_decay(rule, self.decay)
+    check_whole(rule, "warmup", self.warmup, 1)
+
+  def init(self, like) -> _statistics.Mean:
+    return _statistics.init_mean(like)
+
+  def update(self, state, norm, finite, *, global_norm):
+    del global_norm
+    enters = _enters(norm, finite)
+    warm = state.taken >= self.warmup
+    threshold = self.bound(_or_infinite(warm, as_dtype(self.factor, norm.dtype) * state.mean))
+    clipped = jnp.minimum(_known(norm, enters), threshold)
+    return threshold, _statistics.add_to_mean(state, clipped, enters, self.decay, self.warmup)
+
+
+class ZClipState(NamedTuple):
+  norms: _statistics.Mean
+  deviation: jax.Array  # T: standard deviation of the norms
+
+
+@dataclasses.dataclass(frozen=True)
+class zclip(_Bounded):
+  r"""The threshold follows mean and deviation of the norms; the further out a norm, the harder it is clipped.
+
+  .. math:: z_t = \frac{\|g_t\| - \mu}{\sigma + \text{eps}}, \qquad
+            \tau_t = \begin{cases} \mu + z_\text{threshold}^2 \, \sigma / z_t & z_t > z_\text{threshold} \\
+                                   \mu + z_\text{threshold} \, \sigma & \text{otherwise} \end{cases}
+
+  .. math:: \mu \leftarrow \text{decay} \, \mu + (1 - \text{decay}) \, c_t, \qquad
+            \sigma^2 \leftarrow \text{decay} \, \sigma^2 + (1 - \text{decay}) (c_t - \mu)^2, \qquad
+            c_t = \min(\|g_t\|, \tau_t)
+
+  with the new mean in the variance, as in the authors' code. Over the first `warmup` norms mean and variance are those
+  of the norms (the population's), and the threshold is `maximum`. A norm with z at or below `z_threshold` is never
+  clipped but by `maximum`. A norm that is NaN, infinite or 0 does not enter.
+
+  Args:
+    z_threshold: how many deviations above the mean a norm may be; above 0. May be traced.
+    decay: of mean and variance; at least 0, below 1. May be traced.
+    warmup: norms before the first threshold; an int, at least 1.
+    eps: added to the deviation; at least 0. May be traced.
+    minimum: no threshold is below it; at least 0. May be traced.
+    maximum: no threshold is above it, in the warm-up too. May be traced.
+
+  Returns:
+    A rule: pass it as `max_norm`. Under `per_tensor_clip` each leaf has statistics of its own.
+
+  Raises:
+    ValueError: a number outside of these bounds.
+    TypeError: what is no number; a `warmup` that is no int.
+
+  References:
+    Kumar et al., "ZClip: Adaptive spike mitigation for LLM pre-training", 2025, arXiv 2504.02507.
+  """
+  z_threshold: Any = 2.5
+  decay: Any = 0.97
+  warmup: int = 25
+  eps: Any = dataclasses.field(default=1e-6, kw_only=True)
+
+  def check(self, rule: str) -> None:
+    check_positive(rule, "z_threshold", self.z_threshold)
+    check_decay(rule, self.decay)
+    check_whole(rule, "warmup", self.warmup, 1)
+    _check(rule, "eps", self.eps)
+
+  def init(self, like) -> ZClipState:
+    return ZClipState(_statistics.init_mean(like), jnp.zeros(like.shape, like.dtype))
+
+  def update(self, state, norm, finite, *, global_norm):
+    del global_norm
+    dtype, enters = norm.dtype, _enters(norm, finite)
+    norm = jnp.where(enters, norm, state.norms.mean)
+    threshold = self.bound(_or_infinite(state.norms.taken >= self.warmup, self._threshold(state, norm)))
+    clipped = jnp.minimum(norm, threshold)
+    norms = _statistics.add_to_mean(state.norms, clipped, enters, self.decay, self.warmup)
+    weight = _statistics.weight(state.norms, self.decay, self.warmup)
+    in_warmup = state.norms.taken < self.warmup
+    before, after = (jnp.abs(_statistics.distance(mean, clipped)) for mean in (state.norms, norms))
+    # In the warm-up the sum of squares grows by (x - old mean)(x - new mean), with which it is exact (Welford).
+    off = jnp.where(in_warmup, jnp.sqrt(before) * jnp.sqrt(after), after)
+    kept = jnp.where(in_warmup, jnp.sqrt(1 - weight), jnp.sqrt(as_dtype(self.decay, dtype)))
+    deviation = _statistics.hypot(kept * state.deviation, jnp.sqrt(weight) * off)
+    return threshold, ZClipState(norms, jnp.where(enters, deviation, state.deviation))
+
+  def _threshold(self, state: ZClipState, norm: jax.Array) -> jax.Array:
+    mean, deviation = state.norms.mean, state.deviation
+    limit, eps = as_dtype(self.z_threshold, norm.dtype), as_dtype(self.eps, norm.dtype)
+    off, by = _statistics.distance(state.norms, norm), deviation + eps
+    outlier = off > limit * by
+    # limit^2 deviation / z, with z = off / by above the limit: no quotient is beyond the dtype.
+    shrunk = limit * deviation * (limit * by / jnp.where(outlier, off, jnp.ones_like(off)))
+    return jnp.where(outlier, mean + shrunk, jnp.maximum(mean + limit * deviation, norm))
+
+
+@dataclasses.dataclass(frozen=True)
+class autoclip(_Bounded):
+  r"""The threshold is a percentile of the last n norms, the current one among them.
+
+  .. math:: \tau_t = \text{percentile}_p(\|g_{t-n+1}\|, \ldots, \|g_t\|)
+
+  with linear interpolation between two norms, as `numpy.percentile`. The norms are those before the clip. The paper keeps
+  every norm of the run; here the last n, so that the state has a fixed size. The sort of n numbers a step is the price.
+  A norm that is NaN, infinite or 0 does not enter; before the first that does, the threshold is `maximum`.
+
+  Args:
+    percentile: from 0 to 100. May be traced; then the place between two norms is found in T instead of float64.
+    n: how many norms are kept; an int, at least 1.
+    minimum: no threshold is below it; at least 0. May be traced.
+    maximum: no threshold is above it. May be traced.
+
+  Returns:
+    A rule: pass it as `max_norm`. Under `per_tensor_clip` each leaf has n norms of its own.
+
+  Raises:
+    ValueError: a number outside of these bounds.
+    TypeError: what is no number; an `n` that is no int.
+
+  References:
+    Seetharaman et al., "AutoClip: Adaptive gradient clipping for source separation networks", 2020, arXiv 2007.14469.
+  """
+  percentile: Any = 10.0
+  n: int = 1000
+
+  def check(self, rule: str) -> None:
+    _check(rule, "percentile", self.percentile, high=100.0)
+    check_whole(rule, "n", self.n, 1)
+
+  def init(self, like) -> _statistics.Recent:
+    return _statistics.init_recent(self.n, like)
+
+  def update(self, state, norm, finite, *, global_norm):
+    del global_norm
+    enters = _enters(norm, finite)
+    state = _statistics.add_to_recent(state, _known(norm, enters), enters)
+    return self.bound(_statistics.percentile(state, self.percentile)), state
+
+
+class AdaGCState(NamedTuple):
+  average: jax.Array  # T[n]: of each leaf's norm after the clip; 0 where there was none
+  taken: jax.Array    # int32[]: finite updates, up to `warmup`
+
+
+@dataclasses.dataclass(frozen=True)
+class adagc(_Bounded):
+  r"""For `per_tensor_clip`: the threshold of each leaf is a multiple of the moving average of its own norms.
+
+  .. math:: \tau_{t,i} = \begin{cases} \|g_{t,i}\| \cdot \min(1, \lambda_\text{abs} / \|g_t\|) & t \le \text{warmup} \\
+                                       \lambda_\text{rel} \, \gamma_{t-1,i} & \text{otherwise} \end{cases}
+
+  .. math:: \gamma_{t,i} = \begin{cases} \min(\gamma_{t-1,i}, c_{t,i}) & t \le \text{warmup} \\
+                                         \text{decay} \, \gamma_{t-1,i} + (1 - \text{decay}) \, c_{t,i} &
+                                         \text{otherwise} \end{cases}
+            \qquad c_{t,i} = \min(\|g_{t,i}\|, \tau_{t,i})
+
+  So the first `warmup` updates are clipped by their global norm. A norm that is NaN, infinite or 0 does not enter, and a
+  leaf that has had no other is not clipped; an update with a NaN or infinity anywhere enters nowhere and is not counted.
+
+  Args:
+    lambda_rel: how many times its average a leaf's norm may be; above 0. May be traced.
+    lambda_abs: the threshold of the global norm in the warm-up; above 0. May be traced.
+    decay: of the averages, the paper's beta; at least 0, below 1. May be traced.
+    warmup: updates clipped by the global norm; an int, at least 1.
+    minimum: no threshold is below it; at least 0. May be traced.
+    maximum: no threshold is above it, in the warm-up too. May be traced.
+
+  Returns:
+    A rule: pass it as `max_norm` of `per_tensor_clip`.
+
+  Raises:
+    ValueError: a number outside of these bounds; where it is used by another clip than `per_tensor_clip`.
+    TypeError: what is no number; a `warmup` that is no int.
+
+  References:
+    Wang et al., "AdaGC: Enhancing LLM pretraining stability via adaptive gradient clipping", version 2, arXiv
+    2502.11034, algorithm 1.
+  """
+  lambda_rel: Any = 1.05
+  lambda_abs: Any = 1.0
+  decay: Any = 0.98
+  warmup: int = 100
+
+  leaves_only = True
+
+  def check(self, rule: str) -> None:
+    check_positive(rule, "lambda_rel", self.lambda_rel)
+    check_positive(rule, "lambda_abs", self.lambda_abs)
+    check_decay(rule, self.decay)
+    check_whole(rule, "warmup", self.warmup, 1)
+
+  def init(self, like) -> AdaGCState:
+    return AdaGCState(jnp.zeros(like.shape, like.dtype), jnp.zeros((), jnp.int32))
+
+  def update(self, state, norm, finite, *, global_norm):
+    dtype, enters = norm.dtype, _enters(norm, finite)
+    in_warmup, known = state.taken < self.warmup, state.average > 0
+    norm = _known(norm, enters)
+    limit = as_dtype(self.lambda_abs, dtype)
+    shrinks = jnp.any(finite) & (global_norm > limit)
+    by_global = norm * jnp.where(shrinks, limit / jnp.where(shrinks, global_norm, limit), jnp.ones_like(limit))
+    by_leaf = _or_infinite(known & ~in_warmup, as_dtype(self.lambda_rel, dtype) * state.average)
+    threshold = self.bound(jnp.where(in_warmup & finite, by_global, by_leaf))
+    clipped = jnp.minimum(norm, threshold)
+    least = jnp.minimum(state.average, clipped)
+    moved = state.average + as_dtype(1 - self.decay, dtype) * (clipped - state.average)
+    average = jnp.where(known, jnp.where(in_warmup, least, moved), clipped)
+    return threshold, AdaGCState(jnp.where(enters, average, state.average),
+                                 jnp.minimum(state.taken + jnp.any(finite).astype(jnp.int32), self.warmup))
+
