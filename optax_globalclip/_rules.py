@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_globalclip import _statistics
+from optax_globalclip import _pairs, _statistics
 from optax_globalclip._arguments import check_number, to_float
+from optax_globalclip._pairs import Pair
 from optax_globalclip._statistics import as_dtype
 
 
@@ -171,7 +172,8 @@ class ema_clip(_Bounded):
 
 class ZClipState(NamedTuple):
   norms: _statistics.Mean
-  deviation: jax.Array  # T: standard deviation of the norms
+  deviation: jax.Array       # T: standard deviation of the norms
+  deviation_rest: jax.Array  # T: what it is short of the true one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,30 +222,25 @@ class zclip(_Bounded):
     _check(rule, "eps", self.eps)
 
   def init(self, like) -> ZClipState:
-    return ZClipState(_statistics.init_mean(like), jnp.zeros(like.shape, like.dtype))
+    return ZClipState(_statistics.init_mean(like), jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, like.dtype))
 
   def update(self, state, norm, finite, *, global_norm):
     del global_norm
-    dtype, enters = norm.dtype, _enters(norm, finite)
+    enters = _enters(norm, finite)
     norm = jnp.where(enters, norm, state.norms.mean)
     threshold = self.bound(_or_infinite(state.norms.taken >= self.warmup, self._threshold(state, norm)))
     clipped = jnp.minimum(norm, threshold)
+    before = Pair(state.deviation, state.deviation_rest)
+    deviation = _statistics.add_to_deviation(state.norms, before, clipped, self.decay, self.warmup)
     norms = _statistics.add_to_mean(state.norms, clipped, enters, self.decay, self.warmup)
-    weight = _statistics.weight(state.norms, self.decay, self.warmup)
-    in_warmup = state.norms.taken < self.warmup
-    before, after = (jnp.abs(_statistics.distance(mean, clipped)) for mean in (state.norms, norms))
-    # In the warm-up the sum of squares grows by (x - old mean)(x - new mean), with which it is exact (Welford).
-    off = jnp.where(in_warmup, jnp.sqrt(before) * jnp.sqrt(after), after)
-    kept = jnp.where(in_warmup, jnp.sqrt(1 - weight), jnp.sqrt(as_dtype(self.decay, dtype)))
-    deviation = _statistics.hypot(kept * state.deviation, jnp.sqrt(weight) * off)
-    return threshold, ZClipState(norms, jnp.where(enters, deviation, state.deviation))
+    return threshold, ZClipState(norms, *_pairs.where(enters, deviation, before))
 
   def _threshold(self, state: ZClipState, norm: jax.Array) -> jax.Array:
     mean, deviation = state.norms.mean, state.deviation
     limit, eps = as_dtype(self.z_threshold, norm.dtype), as_dtype(self.eps, norm.dtype)
-    off, by = _statistics.distance(state.norms, norm), deviation + eps
+    off, by = _statistics.distance(state.norms, norm).hi, deviation + eps
     outlier = off > limit * by
-    # limit^2 deviation / z, with z = off / by above the limit: no quotient is beyond the dtype.
+    # limit^2 deviation / z, where z = off / by is above the limit: nothing on the way is beyond the dtype.
     shrunk = limit * deviation * (limit * by / jnp.where(outlier, off, jnp.ones_like(off)))
     return jnp.where(outlier, mean + shrunk, jnp.maximum(mean + limit * deviation, norm))
 
@@ -292,8 +289,9 @@ class autoclip(_Bounded):
 
 
 class AdaGCState(NamedTuple):
-  average: jax.Array  # T[n]: of each leaf's norm after the clip; 0 where there was none
-  taken: jax.Array    # int32[]: finite updates, up to `warmup`
+  average: jax.Array       # T[n]: of each leaf's norm after the clip; 0 where there was none
+  average_rest: jax.Array  # T[n]: what it is short of the true one
+  taken: jax.Array         # int32[]: finite updates, up to `warmup`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +342,7 @@ class adagc(_Bounded):
     check_whole(rule, "warmup", self.warmup, 1)
 
   def init(self, like) -> AdaGCState:
-    return AdaGCState(jnp.zeros(like.shape, like.dtype), jnp.zeros((), jnp.int32))
+    return AdaGCState(jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, like.dtype), jnp.zeros((), jnp.int32))
 
   def update(self, state, norm, finite, *, global_norm):
     dtype, enters = norm.dtype, _enters(norm, finite)
@@ -352,13 +350,12 @@ class adagc(_Bounded):
     norm = _known(norm, enters)
     limit = as_dtype(self.lambda_abs, dtype)
     shrinks = jnp.any(finite) & (global_norm > limit)
-    by_global = norm * jnp.where(shrinks, limit / jnp.where(shrinks, global_norm, limit), jnp.ones_like(limit))
+    by_global = jnp.where(shrinks, limit * (norm / jnp.where(shrinks, global_norm, limit)), norm)
     by_leaf = _or_infinite(known & ~in_warmup, as_dtype(self.lambda_rel, dtype) * state.average)
     threshold = self.bound(jnp.where(in_warmup & finite, by_global, by_leaf))
     clipped = jnp.minimum(norm, threshold)
-    least = jnp.minimum(state.average, clipped)
-    moved = state.average + as_dtype(1 - self.decay, dtype) * (clipped - state.average)
-    average = jnp.where(known, jnp.where(in_warmup, least, moved), clipped)
-    return threshold, AdaGCState(jnp.where(enters, average, state.average),
-                                 jnp.minimum(state.taken + jnp.any(finite).astype(jnp.int32), self.warmup))
-
+    before, fresh = Pair(state.average, state.average_rest), Pair(clipped, jnp.zeros_like(clipped))
+    in_the_warmup = _pairs.where(clipped < state.average, fresh, before)
+    moved = _pairs.where(in_warmup, in_the_warmup, _statistics.move(before, clipped, self.decay))
+    average = _pairs.where(enters, _pairs.where(known, moved, fresh), before)
+    return threshold, AdaGCState(*average, jnp.minimum(state.taken + jnp.any(finite).astype(jnp.int32), self.warmup))

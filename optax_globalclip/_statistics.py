@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_globalclip import _reference
+from optax_globalclip import _pairs, _reference
+from optax_globalclip._pairs import Pair
 
 
 def as_dtype(number: Any, dtype) -> Any:
@@ -28,31 +29,66 @@ def init_mean(like) -> Mean:
   return Mean(jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, jnp.int32))
 
 
-def weight(state: Mean, decay: Any, warmup: int) -> jax.Array:
-  """T: how much the next number weighs."""
-  dtype = state.mean.dtype
-  first = 1 / (state.taken + 1).astype(dtype)
-  return jnp.where(state.taken < warmup, first, as_dtype(1 - decay, dtype))
+def _decay_weights(decay: Any, dtype) -> tuple[Pair, Pair]:
+  """The decay, and 1 less it."""
+  if isinstance(decay, jax.Array):
+    decay = decay.astype(dtype)
+    return Pair(decay, jnp.zeros_like(decay)), Pair(*_reference.two_sum(jnp.ones_like(decay), -decay))
+  return _pairs.constant(decay, dtype), _pairs.constant(1 - np.float64(decay), dtype)
 
 
-def distance(state: Mean, x: jax.Array) -> jax.Array:
-  return (x - state.mean) - state.rest
+def _weights(state: Mean, decay: Any, warmup: int) -> tuple[Pair, Pair]:
+  """How much the mean so far weighs beside the next number, and that: n / (n + 1) and 1 / (n + 1), then the decay."""
+  before = state.taken.astype(state.mean.dtype)
+  after, one = before + 1, jnp.ones_like(before)
+  keep, take = _decay_weights(decay, before.dtype)
+  warm = state.taken >= warmup
+  return (_pairs.where(warm, keep, _pairs.quotient(before, after)),
+          _pairs.where(warm, take, _pairs.quotient(one, after)))
+
+
+def distance(state: Mean, x: jax.Array) -> Pair:
+  """How far above the mean x is."""
+  hi, error = _reference.two_sum(x, -state.mean)
+  return Pair(*_reference.two_sum(hi, error - state.rest))
+
+
+def _mix(keep: Pair, before: Pair, take: Pair, x: jax.Array) -> Pair:
+  return _pairs.add(_pairs.multiply(keep, before), _pairs.multiply(take, Pair(x, jnp.zeros_like(x))))
+
+
+def move(average: Pair, x: jax.Array, decay: Any) -> Pair:
+  """The moving average after x."""
+  keep, take = _decay_weights(decay, x.dtype)
+  return _mix(keep, average, take, x)
 
 
 def add_to_mean(state: Mean, x: jax.Array, enters: jax.Array, decay: Any, warmup: int) -> Mean:
+  keep, take = _weights(state, decay, warmup)
+  before = Pair(state.mean, state.rest)
   x = jnp.where(enters, x, state.mean)
-  # (1 - w) mean + w x, for what is near the mean: the difference keeps the digits that the products lose.
-  mean, error = _reference.two_sum(state.mean, distance(state, x) * weight(state, decay, warmup))
-  mean, rest = _reference.two_sum(mean, state.rest + error)
-  return Mean(jnp.where(enters, mean, state.mean), jnp.where(enters, rest, state.rest),
+  mean = _mix(keep, before, take, x)
+  return Mean(*_pairs.where(enters, mean, before),
               jnp.minimum(state.taken + enters.astype(jnp.int32), max(warmup, 1)))
 
 
-def hypot(a: jax.Array, b: jax.Array) -> jax.Array:
-  """`sqrt(a**2 + b**2)` of two that are not negative, where a square would be beyond the dtype too."""
-  large = jnp.maximum(a, b)
-  by = jnp.where(large > 0, large, jnp.ones_like(large))
-  return large * jnp.sqrt(jnp.square(a / by) + jnp.square(b / by))
+def add_to_deviation(state: Mean, deviation: Pair, x: jax.Array, decay: Any, warmup: int) -> Pair:
+  """The standard deviation after x, about the mean that `state` has without it.
+
+  The variance V becomes keep * (V + take * off^2), the population's, while the mean is one of all numbers; when it moves,
+  keep * V + take * (x - new mean)^2, and the distance to the new mean is keep * off.
+  """
+  keep, take = _weights(state, decay, warmup)
+  off = distance(state, x)
+  share = _pairs.where(state.taken < warmup, take, _pairs.multiply(take, keep))
+  # Times a power of two near the larger, so that no square is beyond the dtype.
+  largest = jnp.maximum(deviation.hi, jnp.abs(off.hi))
+  exponent = _reference.frexp(jnp.where(largest > 0, largest, jnp.ones_like(largest)))[1]
+  def scaled(pair, power):
+    return Pair(*(_reference.ldexp(part, power, steps=2) for part in pair))
+  deviation, off = scaled(deviation, -exponent), scaled(off, -exponent)
+  variance = _pairs.add(_pairs.multiply(deviation, deviation), _pairs.multiply(share, _pairs.multiply(off, off)))
+  return scaled(_pairs.sqrt(_pairs.multiply(keep, variance)), exponent)
 
 
 class Recent(NamedTuple):
@@ -75,7 +111,7 @@ def _places(state: Recent) -> jax.Array:
 def add_to_recent(state: Recent, x: jax.Array, enters: jax.Array) -> Recent:
   places, n = _places(state)
   moved = enters.astype(jnp.int32)
-  return Recent(jnp.where((places == state.position) & enters, x, state.recent),
+  return Recent(jnp.where((places == state.position[None]) & enters[None], x[None], state.recent),
                 jnp.where(state.position + moved == n, 0, state.position + moved),
                 jnp.minimum(state.filled + moved, n))
 
@@ -85,7 +121,7 @@ def percentile(state: Recent, percent: Any) -> jax.Array:
   places, n = _places(state)
   dtype = state.recent.dtype
   largest = np.asarray(np.finfo(dtype).max, dtype)
-  ordered = jnp.sort(jnp.where(places < state.filled, state.recent, largest), axis=0)
+  ordered = jnp.sort(jnp.where(places < state.filled[None], state.recent, largest), axis=0)
   if isinstance(percent, jax.Array):
     at = jnp.maximum(state.filled - 1, 0).astype(dtype) * (percent.astype(dtype) / dtype.type(100))
     below = jnp.floor(at)
@@ -96,7 +132,7 @@ def percentile(state: Recent, percent: Any) -> jax.Array:
     index = jnp.asarray(np.floor(at).astype(np.int32))[state.filled]
     fraction = jnp.asarray((at - np.floor(at)).astype(dtype))[state.filled]
   def place(i):
-    return jnp.sum(jnp.where(places == jnp.minimum(i, n - 1), ordered, jnp.zeros_like(ordered)), axis=0)
+    return jnp.sum(jnp.where(places == jnp.minimum(i, n - 1)[None], ordered, jnp.zeros_like(ordered)), axis=0)
   low = place(index)
   high = jnp.where(index + 1 < state.filled, place(index + 1), low)
   return jnp.where(state.filled > 0, low + (high - low) * fraction, np.asarray(np.inf, dtype))
@@ -106,7 +142,7 @@ def moments(state: Recent) -> tuple[jax.Array, jax.Array]:
   """The mean and the population's standard deviation of what is there, two scalars; 0 where nothing is."""
   places, _ = _places(state)
   dtype = state.recent.dtype
-  there = places < state.filled
+  there = places < state.filled[None]
   x = jnp.where(there, state.recent, jnp.zeros_like(state.recent))
   # Times a power of two near the largest, so that no square is beyond the dtype.
   exponent = _reference.frexp(jnp.max(jnp.abs(x)))[1]
