@@ -47,6 +47,8 @@ def register_partitioner(name: str, partition: Callable, infer: Callable) -> Non
   `infer(config, shardings)` returns the results' shardings, for the older partitioner, which propagates them by itself.
   """
   def pack(result_shape, shardings):
+    if not result_shape.is_tuple():  # a call of one result
+      return shardings[0]
     return xla_client.HloSharding.tuple_sharding(result_shape, shardings)
   def on_partition(operand_shapes, operand_shardings, result_shape, result_sharding, config):
     del result_sharding
