@@ -133,7 +133,7 @@ def global_clip(
     *,
     loss_scale=None,
     on_nonfinite: str = "propagate",
-    monitor: bool = False,
+    monitor: bool | str = False,
     update_dtype=None,
     scale_stage: str = "auto",
     axis_name: Any = None,
@@ -156,8 +156,11 @@ def global_clip(
      speaks of the true gradients.
 
   Args:
-    max_norm: a number, at least 0; a Python, NumPy or JAX scalar, traced or not. 0 zeroes every update, `inf` never
-      clips. A traced value that is negative or NaN makes the update bad: see `on_nonfinite`.
+    max_norm: the threshold, one of three. A number, at least 0: a Python, NumPy or JAX scalar, traced or not; 0 zeroes
+      every update, `inf` never clips. A schedule, as optax has them: a function of the count of updates, 0 for the
+      first and one more with each, bad ones too. Or a rule that follows the norms: `zclip`, `ema_clip`, `autoclip`, a
+      `ThresholdRule` of your own. A traced number, or what a schedule or a rule returns, that is negative or NaN makes
+      the update bad: see `on_nonfinite`.
     loss_scale: the gradients are of `loss_scale * loss`. A positive number here, or one for each call:
       `update(..., loss_scale=s)`, which wins. Float16 updates then come out as float32, where unscaled ones do not
       flush to zero. A traced scale that is not finite and positive, or is subnormal, makes the update bad: see
@@ -166,7 +169,8 @@ def global_clip(
       threshold that cannot be used. "propagate": NaN everywhere. "zero": zeros, and what follows in the chain still
       runs. "raise": `FloatingPointError` naming the leaves, inside `JaxRuntimeError` under `jit`; costs a host round
       trip each step.
-    monitor: keep a `ClipState` for `clip_metrics` and `leaf_report` instead of `optax.EmptyState`.
+    monitor: True keeps a `ClipState`, for `clip_metrics` and `leaf_report`. "leaves" keeps the same without
+      `largest_element` and `zero_elements`: what version 0.1.0 kept under True, so that its checkpoints load.
     update_dtype: the dtype of the updates, instead of each leaf's own.
     scale_stage: "kernel" scales in place in native code, and touches nothing where nothing is clipped: for a clip on its
       own, as `clip_tree` is. "xla" leaves the scaling to XLA, which folds it into an elementwise optimizer that follows.
@@ -184,15 +188,20 @@ def global_clip(
     same structure and shapes. Leaves: float16, bfloat16, float32, float64, complex64, complex128 in any mixture;
     integer, bool and float0 leaves, `None`, masked nodes and empty leaves pass through.
 
+    Its state is `optax.EmptyState`, or a `ClipState` with `monitor`. With a schedule or a rule it is a `ThresholdState`,
+    which holds the last threshold, what the rule goes by, and that `ClipState`.
+
     On several devices every one gets the same factor, and no update moves: two all-reduces of at most 64 bytes for the
     whole tree (with `monitor=True` or "raise", of a few numbers a leaf).
 
   Raises:
-    ValueError: a negative or NaN `max_norm`, a `loss_scale` that is not finite and positive, an unknown option; `mesh`
-      without `specs`; in `update`, an `axis_name`, `mesh` or `specs` that do not fit, naming the leaf, and leaves on
-      different devices that no mesh joins.
-    TypeError: a `max_norm` or `loss_scale` that is no number, an unknown `update_dtype`, or (in `update`) a leaf of
-      another dtype, named by its path.
+    ValueError: a `max_norm` that is negative or NaN, or the rule `adagc`, which is for `per_tensor_clip`; a `loss_scale`
+      that is not finite and positive, an unknown option; `mesh` without `specs`; in `update`, an `axis_name`, `mesh` or
+      `specs` that do not fit, naming the leaf, leaves on different devices that no mesh joins, and the state of another
+      rule.
+    TypeError: a `max_norm` that is neither number, schedule nor rule: a rule's class, say, or a rule that is callable; a
+      `loss_scale` that is no number; an unknown `update_dtype`; in `update`, a leaf of another dtype, named by its path,
+      no state where there is a schedule, a rule or `monitor`, and a rule's result of another shape, dtype or structure.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_globalclip as ogc
@@ -200,6 +209,13 @@ def global_clip(
     >>> updates, _ = tx.update({"w": jnp.array([6., 8.])}, tx.init(None))
     >>> updates["w"].tolist()
     [0.6000000238418579, 0.800000011920929]
+
+    The threshold falls from 2 to 1 over 100 updates:
+
+    >>> tx = ogc.global_clip(optax.linear_schedule(2.0, 1.0, 100))
+    >>> _, state = tx.update({"w": jnp.array([6., 8.])}, tx.init({"w": jnp.zeros(2)}))
+    >>> float(state.threshold), int(state.clip_count)
+    (2.0, 1)
 
   References:
     Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", 2013, algorithm 1.
@@ -213,7 +229,7 @@ def per_tensor_clip(
     *,
     loss_scale=None,
     on_nonfinite: str = "propagate",
-    monitor: bool = False,
+    monitor: bool | str = False,
     update_dtype=None,
     scale_stage: str = "auto",
     axis_name: Any = None,
@@ -228,7 +244,8 @@ def per_tensor_clip(
   tree: one non-finite element anywhere reaches every leaf.
 
   Args:
-    max_norm: as for `global_clip`, one number for all leaves.
+    max_norm: as for `global_clip`. A number or a schedule is one threshold for all leaves; a rule (`adagc` too) has one
+      for each leaf, by that leaf's own norms.
     loss_scale: as for `global_clip`.
     on_nonfinite: as for `global_clip`.
     monitor: as for `global_clip`; `global_norm` is still that of the whole tree, `clip_factor` the smallest of all.
@@ -251,6 +268,15 @@ def per_tensor_clip(
     >>> updates, _ = tx.update({"a": jnp.array([6., 8.]), "b": jnp.array([0.5])}, tx.init(None))
     >>> updates["b"].tolist()
     [0.5]
+
+    A threshold for each leaf, in the order of `jax.tree.leaves`:
+
+    >>> tx = ogc.per_tensor_clip(ogc.ema_clip(factor=2.0, warmup=1))
+    >>> params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    >>> _, state = tx.update({"a": jnp.array([3.]), "b": jnp.array([1.])}, tx.init(params))
+    >>> updates, state = tx.update({"a": jnp.array([3.]), "b": jnp.array([3.])}, state)
+    >>> updates["b"].tolist(), state.threshold.tolist()
+    ([2.0], [6.0, 2.0])
   """
   return _make(True, max_norm, loss_scale=loss_scale, on_nonfinite=on_nonfinite, monitor=monitor,
                update_dtype=update_dtype, scale_stage=scale_stage, axis_name=axis_name, mesh=mesh, specs=specs)
@@ -275,7 +301,7 @@ def clip_tree(
 
   Args:
     tree: any pytree of gradients, as for `global_clip`.
-    max_norm: as for `global_clip`.
+    max_norm: a number, as for `global_clip`.
     norm_type: 2; other norms are refused.
     error_if_nonfinite: raise `FloatingPointError` naming the leaves where one holds NaN or infinity (inside
       `JaxRuntimeError` under `jit`).

@@ -56,17 +56,21 @@ def clipped_multi_steps(
   Args:
     inner: the optimizer. It is initialised and run on parameters cast to float32 (float64 and complex ones stay), so
       bfloat16 parameters get float32 moments: 8 bytes a parameter for adamw, besides 4 for the accumulator.
-    max_norm: as for `global_clip`.
+    max_norm: a number, a schedule or a rule, as for `global_clip`. A schedule is called with the number of times that
+      `inner` has run, and a rule sees one norm a window, so neither moves with a window that is skipped.
     every_k: micro-batches in a window: an int, or a schedule of the number of times `inner` has run. A window of one
       keeps no accumulator.
     loss_scale: the gradients are of `loss_scale * loss`: a positive number, a `DynamicLossScale`, or one for each call
       (`update(..., loss_scale=s)`, which wins). Each micro-batch is divided by the scale in force when it was taken;
       the scale changes only when a window ends.
     on_nonfinite: what a NaN or infinite element of a window's gradient does, one that overflowed while accumulating
-      included. "skip": updates are zero, `inner` does not run, a clean window starts, and the norm on record is +inf. "propagate", "zero" and "raise":
-      as for `global_clip`, and `inner` runs. Under each a dynamic scale backs off once.
+      included. "skip": updates are zero, `inner` does not run, a clean window starts, and the norm on record is +inf.
+      "propagate", "zero" and "raise": as for `global_clip`, and `inner` runs. Under each a dynamic scale backs off once.
     monitor: record also the norm and the non-finite elements of each leaf of the last window's gradient, for
-      `leaf_report`. What `clip_metrics` reads is always recorded.
+      `leaf_report`; "leaves" as for `global_clip`. What else `clip_metrics` reads is always recorded.
+    skip_spikes: a `SpikeRule`, by which a window whose norm or loss stands out from the last ones is skipped: updates are
+      zero, `inner` does not run, and schedules, the loss scale and a threshold rule stay as they were. A window that is
+      not finite besides is a non-finite one.
     update_dtype: the dtype of the updates, instead of the parameters' own.
     accumulator_dtype: the dtype of the accumulators of real leaves: "bfloat16" halves their memory, and rounds every
       sum to 8 bits. Default: float32, or the parameter's own where that is wider. `inner` sees float32 all the same.
@@ -83,16 +87,24 @@ def clipped_multi_steps(
       scale. A traced weight that is negative, not finite or subnormal makes the window bad, as a traced scale or
       threshold that cannot be used does: it counts as a non-finite one.
     * `boundary`: True ends the window with this micro-batch, whatever it holds; may be traced.
+    * `value`: the micro-batch's loss, not multiplied by a loss scale and the same on every device. Wanted where
+      `skip_spikes` judges it; then `inner` gets the window's mean of it, by the same weights. Elsewhere it is another
+      extra argument.
 
     Other extra arguments reach `inner` from the call that ends the window. Updates have the parameters' dtypes (the
     accumulators' where no parameters are given). Accumulators have the parameters' dtypes too, or float32 for narrower
     ones. Integer and bool leaves do not count; they come out as they went in where `inner` runs, and zero elsewhere.
 
+    The state's `clip_state` is a `ClipState`; with a schedule, a rule or `skip_spikes` a `ThresholdState` that holds one.
+
   Raises:
     ValueError: as `global_clip`; an `every_k` below 1; updates of another structure or shape than the parameters'; a
-      state made with another `monitor`, or with an `every_k` of 1 where it is not now, or the other way round.
+      state made with another kind of `max_norm`, `skip_spikes` or `monitor`, or with an `every_k` of 1 where it is not
+      now, or the other way round.
     TypeError: as `global_clip`; an `inner` that is no transformation; an `every_k` that is neither an int nor a
-      schedule; complex updates of real parameters; a state that is not that of `init`.
+      schedule; a `skip_spikes` that is no `SpikeRule`; a `value` that is missing where it is judged, that is no number,
+      or that varies over devices inside `shard_map`; complex updates of real parameters; a state that is not that of
+      `init`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_globalclip as ogc

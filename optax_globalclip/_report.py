@@ -70,11 +70,17 @@ def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
 
   Returns:
     Scalars by name: `global_norm` (before the clip, in true units), `clip_factor`, `steps`, `clipped_steps`,
-    `nonfinite_steps`, `consecutive_nonfinite`; of `clipped_multi_steps` also `loss_scale`, the one now in
-    force. With `monitor=True` also `largest_element`, the largest magnitude of an element in true units (of a complex
-    one, of its parts), infinite where one is not finite, and `zero_elements`, how many are zero (of a complex leaf
-    parts are counted). A step is an update, or a window; before the first, all are 0. A window that was skipped has
-    the norm +inf.
+    `nonfinite_steps`, `consecutive_nonfinite`. A step is an update, or a window; before the first, all are 0. A window
+    that was skipped for not being finite has the norm +inf. Besides:
+
+    * of `clipped_multi_steps`, `loss_scale`, the one now in force;
+    * with `monitor=True`, `largest_element`, the largest magnitude of an element in true units (of a complex one, of its
+      parts), infinite where one is not finite, and `zero_elements`, how many are zero (of a complex leaf parts are
+      counted);
+    * with a schedule or a rule, `threshold`, what the last norm was compared with. Not with a rule in `per_tensor_clip`,
+      whose thresholds are one a leaf: `optax.tree.get(opt_state, "threshold")`;
+    * with `skip_spikes`, `spike_steps`, how many windows were skipped as spikes. Such a window counts in `steps`, and
+      neither in `clipped_steps` nor in `nonfinite_steps`; its `clip_factor` is 0.
 
   Raises:
     ValueError: where the state holds no monitored clip, or several.

@@ -18,6 +18,24 @@ class ThresholdRule(Protocol):
   """A rule for the threshold: what `max_norm` may be. Both methods are pure functions of arrays; no call is traced twice.
 
   It must not be callable: that is a schedule.
+
+  Examples:
+    A threshold of three times the last norm:
+
+    >>> import jax.numpy as jnp, optax_globalclip as ogc
+    >>> class ThriceTheLast:
+    ...   def init(self, like):
+    ...     return jnp.full(like.shape, jnp.inf, like.dtype)
+    ...   def update(self, state, norm, finite, *, global_norm):
+    ...     return 3 * state, jnp.where(finite, norm, state)
+    >>> isinstance(ThriceTheLast(), ogc.ThresholdRule)
+    True
+    >>> tx = ogc.global_clip(ThriceTheLast())
+    >>> state = tx.init([jnp.zeros(1)])
+    >>> for norm in [2., 50.]:
+    ...   updates, state = tx.update([jnp.array([norm])], state)
+    >>> float(updates[0][0])
+    6.0
   """
 
   def init(self, like: jax.ShapeDtypeStruct) -> Any:
@@ -207,6 +225,17 @@ class zclip(_Bounded):
     ValueError: a number outside of these bounds.
     TypeError: what is no number; a `warmup` that is no int.
 
+  Examples:
+    Norms 1 and 3 have mean 2 and deviation 1. 4 is within two deviations; 12 is ten above the mean, and far out:
+
+    >>> import jax.numpy as jnp, optax_globalclip as ogc
+    >>> tx = ogc.global_clip(ogc.zclip(z_threshold=2.0, warmup=2, eps=0.0))
+    >>> state = tx.init([jnp.zeros(1)])
+    >>> for norm in [1., 3.]:
+    ...   _, state = tx.update([jnp.array([norm])], state)
+    >>> [round(float(tx.update([jnp.array([norm])], state)[0][0][0]), 4) for norm in [4., 12.]]
+    [4.0, 2.4]
+
   References:
     Kumar et al., "ZClip: Adaptive spike mitigation for LLM pre-training", 2025, arXiv 2504.02507.
   """
@@ -268,6 +297,15 @@ class autoclip(_Bounded):
     ValueError: a number outside of these bounds.
     TypeError: what is no number; an `n` that is no int.
 
+  Examples:
+    >>> import jax.numpy as jnp, optax_globalclip as ogc
+    >>> tx = ogc.global_clip(ogc.autoclip(percentile=50, n=4))
+    >>> state = tx.init([jnp.zeros(1)])
+    >>> for norm in [1., 2., 3., 4., 100.]:
+    ...   updates, state = tx.update([jnp.array([norm])], state)
+    >>> float(updates[0][0]), float(state.threshold)
+    (3.5, 3.5)
+
   References:
     Seetharaman et al., "AutoClip: Adaptive gradient clipping for source separation networks", 2020, arXiv 2007.14469.
   """
@@ -323,6 +361,17 @@ class adagc(_Bounded):
   Raises:
     ValueError: a number outside of these bounds; where it is used by another clip than `per_tensor_clip`.
     TypeError: what is no number; a `warmup` that is no int.
+
+  Examples:
+    A first update of global norm 10 is scaled to 5; then no leaf exceeds twice its average, which is 3 and 4:
+
+    >>> import jax.numpy as jnp, optax_globalclip as ogc
+    >>> tx = ogc.per_tensor_clip(ogc.adagc(lambda_rel=2.0, lambda_abs=5.0, warmup=1))
+    >>> state = tx.init([jnp.zeros(1), jnp.zeros(1)])
+    >>> for norms in [(6., 8.), (60., 7.)]:
+    ...   updates, state = tx.update([jnp.array([norm]) for norm in norms], state)
+    >>> [float(leaf[0]) for leaf in updates], state.threshold.tolist()
+    ([6.0, 7.0], [6.0, 8.0])
 
   References:
     Wang et al., "AdaGC: Enhancing LLM pretraining stability via adaptive gradient clipping", version 2, arXiv

@@ -14,7 +14,18 @@ from optax_globalclip._spikes import SpikeState
 
 
 class ThresholdState(NamedTuple):
-  """What a clip keeps whose threshold is a schedule or a rule, or that skips spikes. What is not needed is None."""
+  """What a clip keeps whose threshold is a schedule or a rule, or that skips spikes. What is not needed is None.
+
+  Structure, shapes and dtypes never change from `init` on. T is the dtype of the norms: float32, or float64 where a
+  parameter is float64 or complex128.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_globalclip as ogc
+    >>> tx = ogc.global_clip(lambda count: 2.0 + count)
+    >>> _, state = tx.update([jnp.array([5.0])], tx.init([jnp.zeros(1)]))
+    >>> isinstance(state, ogc.ThresholdState), int(state.clip_count), float(optax.tree.get(state, "threshold"))
+    (True, 1, 2.0)
+  """
   clip_count: jax.Array | None     # int32: updates so far, what a schedule is called with; windows have optimizer_step
   rule_state: Any
   threshold: jax.Array | None      # T[] or, under `per_tensor_clip`, T[n]: what the last norm was compared with
