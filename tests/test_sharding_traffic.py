@@ -63,6 +63,32 @@ def test_leaf_norms_cost_a_few_numbers_a_leaf():
     check_small(sharded.collectives(sharded.compiled(function, tree)), most_bytes=20 * (len(tree) + 1))  # a row for the tree too
 
 
+RULES = {"schedule": optax.linear_schedule(2.0, 1.0, 10), "ema_clip": ogc.ema_clip(), "zclip": ogc.zclip(),
+         "autoclip": ogc.autoclip(n=8)}
+
+
+def of_update(tx, tree):
+  """What an update of a state that is given, not made inside, sends: with the state it returns."""
+  return sharded.collectives(sharded.compiled(tx.update, tree, tx.init(tree)))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_sends_no_more_than_a_constant(rule, kind):
+  tree = put(sharded.tree(), make_mesh(kind), sharded.SPECS)
+  constant = of_update(ogc.global_clip(1.0), tree)
+  check_small(constant)
+  assert of_update(ogc.global_clip(RULES[rule]), tree) == constant
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_rule_of_every_leaf_sends_no_more_than_a_constant(kind):
+  tree = put(sharded.tree(), make_mesh(kind), sharded.SPECS)
+  constant = of_update(ogc.per_tensor_clip(1.0), tree)
+  for rule in (ogc.adagc(), ogc.zclip()):
+    assert of_update(ogc.per_tensor_clip(rule), tree) == constant
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # A train step with fully sharded parameters (along fsdp) and tensor parallelism (along model)
 
@@ -114,12 +140,22 @@ def test_a_train_step_gathers_as_much_with_the_clip_as_without(shardy, standard_
   try:
     bare = train_step_collectives(optax.adamw(1e-3), mesh)
     clipped = train_step_collectives(optax.chain(ogc.global_clip(1.0), optax.adamw(1e-3)), mesh)
+    by_rule = train_step_collectives(optax.chain(ogc.global_clip(ogc.zclip()), optax.adamw(1e-3)), mesh)
   finally:
     jax.config.update("jax_use_shardy_partitioner", True)
   assert [kind for kind, _ in bare].count("all-gather") > 0
-  assert moving(clipped) == moving(bare)
-  added = len(clipped) - len(bare)
-  assert added <= 2 and sum(size for _, size in clipped) - sum(size for _, size in bare) <= 128
+  for collectives in (clipped, by_rule):
+    assert moving(collectives) == moving(bare)
+    added = len(collectives) - len(bare)
+    assert added <= 2 and sum(size for _, size in collectives) - sum(size for _, size in bare) <= 128
+
+
+def test_a_window_that_may_be_skipped_sends_no_more_than_another(standard_promotion):
+  mesh = make_mesh(AUTO, shape=(4, 2), names=("fsdp", "model"))
+  def of_windows(max_norm, **options):
+    return train_step_collectives(ogc.clipped_multi_steps(optax.adamw(1e-3), max_norm, every_k=2, **options), mesh)
+  spikes = ogc.SpikeRule(window=8, deviations=6.0)
+  assert sorted(of_windows(ogc.zclip(), skip_spikes=spikes)) == sorted(of_windows(1.0))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
