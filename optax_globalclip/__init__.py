@@ -1,6 +1,7 @@
 """Global gradient-norm clipping for JAX: right in every dtype and at every magnitude, native on CPU and CUDA."""
 
 from optax_globalclip._clip import clip_tree, global_clip, per_tensor_clip
+from optax_globalclip._history import History
 from optax_globalclip._loss_scale import DynamicLossScale, LossScaleState, current_loss_scale
 from optax_globalclip._monitor import ClipState
 from optax_globalclip._multi_steps import clipped_multi_steps, has_updated
@@ -17,6 +18,7 @@ __all__ = [
     "ClipState",
     "ClippedMultiStepsState",
     "DynamicLossScale",
+    "History",
     "LeafReport",
     "LeafRow",
     "LossScaleState",
