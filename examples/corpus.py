@@ -12,7 +12,7 @@ import pathlib
 import re
 import sysconfig
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pydoc_data import topics
 from typing import NamedTuple
 
@@ -107,7 +107,7 @@ class Corpus(NamedTuple):
 def _learn_tokenizer(sources: Mapping[str, Sequence[str]], vocabulary: int) -> tokenizers.Tokenizer:
   # Equal shares keep the largest source from taking all the merges.
   characters = 500_000
-  sample = (text for documents in sources.values() for text in _first_characters(documents, characters))
+  sample = (text for documents in sources.values() for text in first_characters(documents, characters))
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -120,7 +120,7 @@ def _learn_tokenizer(sources: Mapping[str, Sequence[str]], vocabulary: int) -> t
   return tokenizer
 
 
-def _first_characters(documents: Sequence[str], characters: int) -> Iterator[str]:
+def first_characters(documents: Sequence[str], characters: int) -> Iterator[str]:
   for document in documents:
     if characters <= 0:
       return
@@ -196,11 +196,21 @@ class Batch(NamedTuple):
 class Batches:
   """The batches of a run: `batch(step)` for training, `held_out()` for judging."""
 
-  def __init__(self, corpus: Corpus, *, rows: int, length: int, seed: int, steps: int):
+  def __init__(
+    self,
+    corpus: Corpus,
+    *,
+    rows: int,
+    length: int,
+    seed: int,
+    steps: int,
+    schedule: Iterable[Phase] | None = None,  # from step 0 on; by default the bandit's
+  ):
     self._corpus, self._rows, self._length = corpus, rows, length
     self._seed = seed
     self.names = corpus.names
-    self.phases = list(itertools.takewhile(lambda phase: phase.start < steps, phases(len(corpus.names), seed)))
+    schedule = phases(len(corpus.names), seed) if schedule is None else schedule
+    self.phases = list(itertools.takewhile(lambda phase: phase.start < steps, schedule))
     self._starts = [phase.start for phase in self.phases]
 
   def phase(self, step: int) -> Phase:
