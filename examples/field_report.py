@@ -17,8 +17,8 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from experiments import shared  # noqa: E402
-from machine import machine  # noqa: E402
+from experiments import shared
+from machine import machine
 
 EXPERIMENTS = {
   "sources": "gradient norms by cause",
@@ -27,6 +27,7 @@ EXPERIMENTS = {
   "kinds": "global, per leaf and per element clips of the same gradients",
   "versions": "training without protection, with all of it, and with one part removed",
   "order": "before or after unscaling, inside or outside the window",
+  "rules": "constant, ema_clip, zclip and skipped spikes, with planted spikes and without",
 }
 
 

@@ -5,7 +5,7 @@ import math
 import operator
 import os
 import pathlib
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -140,7 +140,7 @@ class History:
     if self._file is not None:
       self._file.close()
 
-  def __enter__(self) -> "History":
+  def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *exception) -> None:

@@ -113,8 +113,8 @@ def test_what_cannot_be_drawn_is_explained(tmp_path, capsys):
 
 
 def test_without_matplotlib_the_spikes_are_printed_and_the_error_says_what_to_install(planted, monkeypatch, capsys):
-  for module in ("matplotlib", "matplotlib.figure"):
-    monkeypatch.setitem(sys.modules, module, None)
+  monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
   assert plot.main([str(planted[1])]) == 1
   printed = capsys.readouterr()
   assert PLANTED in printed.out

@@ -1,7 +1,5 @@
 """Global, per-leaf and per-element clips of the same gradients: the angle to the true one, and the leaves' scales."""
 
-import math
-
 import jax
 import numpy as np
 import optax

@@ -86,7 +86,7 @@ def follow_states(lab: shared.Lab, trained, batches, first: int, steps: int) -> 
       for b2 in b2s:
         _, adam = states[f"b2 {b2}, no clip"]["1"]
         # The mean of v is estimated as Adam does, without its bias towards 0.
-        v = jax.tree.map(lambda x, b2=b2: x / (1 - b2**step), adam.nu)
+        v = jax.tree.map(lambda x, bias=1 - b2**step: x / bias, adam.nu)
         square = optax.tree.norm(jax.tree.map(jnp.square, gradient))
         at_disturbance[str(b2)] = {"gradient_to_m": float(ogc.global_norm(gradient) / optax.tree.norm(adam.mu)),
                                    "square_to_v": float(square / optax.tree.norm(v)),

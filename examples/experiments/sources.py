@@ -96,7 +96,7 @@ class Probe:
     """The ratios over all batches where `change(tokens, rng)` has changed them."""
     rng = np.random.default_rng(SEED)
     measured = [self._measure(change(tokens.copy(), rng)) for tokens in self.batches]
-    norm, leaves = max(measured, key=lambda m: m[0])
+    _, leaves = max(measured, key=lambda m: m[0])
     return {"ratios": [norm / self.norm for norm, _ in measured]} | suspects(self.leaves, leaves)
 
   def changed(self, **options) -> dict:
@@ -167,9 +167,9 @@ def measure_rates(lab: shared.Lab, state, records: list[dict], steps: int, first
 
 def run(lab: shared.Lab) -> dict:
   large = lab.name == "12m"
-  steps, ignored = (120, 40) if large else lab.choose((40, 15), (600, 100))
+  steps, ignored = (60, 20) if large else lab.choose((40, 15), (600, 100))
   jumps, state, records = measure_jumps(lab, steps, ignored)
-  probe = Probe(lab, state, lab.choose(4, 6 if large else 30))
+  probe = Probe(lab, state, lab.choose(4, 3 if large else 30))
   causes = {"ordinary batch": {"ratios": probe.ordinary}} | jumps
   causes |= measure_outliers(lab, probe) | measure_edges(lab, probe)
   if not large:
