@@ -62,7 +62,7 @@ class DynamicLossScale:
   maximum: float = 2.0**127
   hysteresis: int = 1
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       object.__setattr__(self, field.name, _read(field.name, getattr(self, field.name)))
     if not self.minimum <= self.initial <= self.maximum:

@@ -7,12 +7,14 @@ import os
 import pathlib
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from optax_globalclip._leaves import norm_dtype
+from optax_globalclip._types import Backend
 
 PLATFORMS = ("cpu", "cuda")
 _TARGETS = ("norm", "scale", "clip")
@@ -98,7 +100,7 @@ def load_all() -> None:
 _chosen_backend = jax.make_user_context(None)  # part of the key under which JAX keeps what it has compiled
 
 
-def use_backend(backend: str):
+def use_backend(backend: Backend) -> AbstractContextManager[None]:
   """A context manager within which every computation takes the path that is named, whatever the environment says.
 
   JAX compiles a jitted function again where the path changes. OPTAX_GLOBALCLIP_BACKEND says the same for a whole

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from optax_globalclip import _ops, _placement
 from optax_globalclip._leaves import Leaves, split_leaves
+from optax_globalclip._types import AnyMesh
 
 
 def placed_leaves(tree: Any, axis_name: Any, mesh: Any, specs: Any) -> tuple[Leaves, _placement.Placement]:
@@ -16,7 +17,7 @@ def placed_leaves(tree: Any, axis_name: Any, mesh: Any, specs: Any) -> tuple[Lea
   return leaves, _placement.place(leaves, axis_name, mesh, specs)
 
 
-def global_norm(tree: Any, *, axis_name: Any = None, mesh: Any = None, specs: Any = None) -> jax.Array:
+def global_norm(tree: Any, *, axis_name: Any = None, mesh: AnyMesh | None = None, specs: Any = None) -> jax.Array:
   r"""The L2 norm of all leaves of a tree as one vector.
 
   .. math:: \sqrt{\sum_{\text{leaves}} \sum_i |x_i|^2}
@@ -54,7 +55,7 @@ def global_norm(tree: Any, *, axis_name: Any = None, mesh: Any = None, specs: An
   return _ops.measure(leaves.arrays, placement).norms[0]
 
 
-def leaf_norms(tree: Any, *, axis_name: Any = None, mesh: Any = None, specs: Any = None) -> Any:
+def leaf_norms(tree: Any, *, axis_name: Any = None, mesh: AnyMesh | None = None, specs: Any = None) -> Any:
   """The L2 norm of every leaf by itself, from the same pass as `global_norm`.
 
   Args:
