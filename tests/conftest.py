@@ -36,6 +36,13 @@ def standard_promotion():
     yield
 
 
+@pytest.fixture
+def as_users_run_it():
+  """Promotion of dtypes and ranks as it is by default."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
 def pytest_collection_modifyitems(config, items):
   """Of the cases of a module marked `native_cases`, leaves out those whose `path` is the reference."""
   def stays(item):

@@ -5,7 +5,7 @@ import importlib
 import pathlib
 import re
 
-import jax
+import optax
 import optax_globalclip as ogc
 import pytest
 
@@ -24,11 +24,8 @@ SHOWN_BY = {
 }
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
-
-@pytest.fixture(autouse=True)
-def as_users_run_it():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+HOSTS = ("equinox", "haiku", "numpyro", "penzai", "tunix")  # whose sections of docs/hosts.md need them
 
 
 def check(example):
@@ -52,21 +49,39 @@ def test_every_public_name_says_what_it_is():
   assert [name for name in ogc.__all__ if not (getattr(ogc, name).__doc__ or "").strip()] == []
 
 
-def blocks(page):
-  return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(text):
+  return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("**/*.md")) if blocks(page))]
+def run_in_order(name, text):
+  namespace = {"__name__": name}
+  assert blocks(text)
+  for number, block in enumerate(blocks(text)):
+    if ">>>" in block:
+      example = doctest.DocTestParser().get_doctest(block, namespace, f"{name} block {number}", name, 0)
+      check(example)
+      namespace.update(example.globs)
+    else:
+      exec(compile(block, f"{name} block {number}", "exec"), namespace)
+
+
+HOST_PAGE = ROOT / "docs/hosts.md"
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("**/*.md"))
+                               if page != HOST_PAGE and blocks(page.read_text()))]
+HOST_SECTIONS = [section for section in HOST_PAGE.read_text().split("\n## ") if blocks(section)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_blocks_of_a_page_run_in_order(page):
-  namespace = {"__name__": page.stem}
-  assert blocks(page)
-  for number, block in enumerate(blocks(page)):
-    if ">>>" in block:
-      example = doctest.DocTestParser().get_doctest(block, namespace, f"{page.name} block {number}", str(page), 0)
-      check(example)
-      namespace.update(example.globs)
-    else:
-      exec(compile(block, f"{page.name} block {number}", "exec"), namespace)
+  run_in_order(page.stem, page.read_text())
+
+
+@pytest.mark.parametrize("section", HOST_SECTIONS, ids=lambda section: section.partition("\n")[0])
+def test_the_program_of_a_framework_runs(section, monkeypatch):
+  monkeypatch.setattr(optax, "clip_by_global_norm", optax.clip_by_global_norm)  # one section replaces it
+  try:
+    run_in_order("hosts", section)
+  except ModuleNotFoundError as error:
+    if error.name.partition(".")[0] not in HOSTS:
+      raise
+    pytest.skip(f"{error.name} is not installed (pip install '.[hosts]'; ci/tunix.sh)")
