@@ -182,3 +182,42 @@ def test_where_optax_is_right_both_agree(max_norm, path):
   stock, _ = run(optax.clip_by_global_norm(max_norm), [SPIKE])
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), ours, stock)
   np.testing.assert_allclose(ogc.global_norm(SPIKE), optax.global_norm(SPIKE), rtol=1e-6)
+
+
+def test_tree_set_changes_a_threshold_and_tree_map_params_sees_what_mirrors_the_parameters(path, standard_promotion):
+  tx = optax.inject_hyperparams(ogc.global_clip)(max_norm=6.5)
+  updates, _ = tx.update(SPIKE, optax.tree.set(tx.init(PARAMS), max_norm=jnp.float32(1.3)))
+  expect(updates, [0.3, 0.4], [1.2])
+  steps = ogc.clipped_multi_steps(optax.adam(1e-3), 1.0, every_k=2, monitor=True)
+  marked = optax.tree.map_params(steps, lambda leaf: "a parameter's", steps.init(PARAMS), transform_non_params=lambda leaf: None)
+  moments = marked.inner_state[0]
+  for tree in (moments.mu, moments.nu, marked.accumulators):
+    assert tree == {"a": "a parameter's", "b": "a parameter's"}
+  assert jax.tree.leaves(marked.clip_state) == []
+
+
+def test_a_lookahead_around_the_clip_is_what_clipping_by_hand_gives(path, standard_promotion):
+  def trained(fast, gradients):
+    tx = optax.lookahead(fast, sync_period=2, slow_step_size=0.5)
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    state = tx.init(params)
+    for g in gradients:
+      updates, state = jax.jit(tx.update)(g, state, params)
+      params = optax.apply_updates(params, updates)
+    return params.slow
+  got = trained(optax.chain(ogc.global_clip(1.3), optax.sgd(1.0)), [SPIKE] * 4)
+  want = trained(optax.sgd(1.0), [jax.tree.map(lambda g: g / 10, SPIKE)] * 4)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, want)
+
+
+def test_schedule_free_around_the_clip_is_what_clipping_by_hand_gives(path, standard_promotion):
+  def trained(base, gradients):
+    tx = optax.contrib.schedule_free(base, learning_rate=0.5, b1=0.9)
+    params, state = PARAMS, tx.init(PARAMS)
+    for g in gradients:
+      updates, state = jax.jit(tx.update)(g, state, params)
+      params = optax.apply_updates(params, updates)
+    return params
+  got = trained(optax.chain(ogc.global_clip(1.3), optax.sgd(0.5)), [SPIKE] * 3)
+  want = trained(optax.sgd(0.5), [jax.tree.map(lambda g: g / 10, SPIKE)] * 3)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), got, want)
