@@ -34,13 +34,12 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_min_graph_size=1"
                                " --xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL")
 
+import gpt
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-import gpt
-import hlo
 import optax_globalclip as ogc
 
 

@@ -25,15 +25,14 @@ os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotun
                            f" --xla_dump_to={DUMP.name} --xla_dump_hlo_module_re=in_a_command_buffer"
                            " --xla_gpu_graph_min_graph_size=1")
 
+import gpt
+import hlo
 import jax
 import jax.numpy as jnp
 import optax
+import optax_globalclip as ogc
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-
-import gpt
-import hlo
-import optax_globalclip as ogc
 
 FOLDER = pathlib.Path(__file__).parent
 H200 = FOLDER.parent / "tests" / "h200.txtpb"

@@ -25,13 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax_globalclip as ogc
 import report
 import rich.console
 import rich.progress
 from flax.training import train_state
 from model import SIZES, Size, Transformer, row_losses
-
-import optax_globalclip as ogc
 
 STEPS, QUICK_STEPS = 600, 80
 EVALUATIONS = 20  # held-out evaluations a run, evenly spaced

@@ -21,6 +21,7 @@ import time
 
 import corpus
 import jax
+import optax_globalclip as ogc
 import orbax.checkpoint as ocp
 import report
 import train_flax
@@ -28,8 +29,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from model import SIZES, row_losses
 from train_flax import positive
-
-import optax_globalclip as ogc
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-
 # A mesh is callable, so optax takes it for a schedule; what a schedule gives is an array.
 _INJECTED = ". Under optax.inject_hyperparams name it in static_args=('mesh', 'specs')"
 

@@ -55,8 +55,8 @@ def elsewhere(code, backend):
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_a_second_process_finds_the_program_in_the_persistent_cache(backend, tmp_path):
-  code = """
-      jax.config.update("jax_compilation_cache_dir", {folder!r})
+  code = f"""
+      jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
       jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
       jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
       events = []
@@ -67,7 +67,7 @@ def test_a_second_process_finds_the_program_in_the_persistent_cache(backend, tmp
           hits=events.count("/jax/compilation_cache/cache_hits"),
           misses=events.count("/jax/compilation_cache/cache_misses"),
           updates=np.asarray(updates[0]).tolist())))
-  """.format(folder=str(tmp_path))
+  """
   first, second = elsewhere(code, backend), elsewhere(code, backend)
   assert first["misses"] > 0
   assert second["misses"] == 0 and second["hits"] >= first["misses"]

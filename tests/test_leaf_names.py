@@ -26,7 +26,7 @@ TREES = {
     "line breaks of every kind": {f"x{c}y": i + 1.0 for i, c in enumerate("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")},
     "break at either end": {"\nb": 1.0, "b": 2.0, "b\n": 3.0, "\n": 4.0},
     "lone surrogate": {"\udc80": 1.0, "b": 2.0},
-    "surrogates": {"\udc80": 1.0, "\udc81": 2.0, "\\udc80": 3.0, "\ud800\udc80": 4.0},
+    "surrogates": {"\udc80": 1.0, "\udc81": 2.0, "\\udc80": 3.0, "\ud800\udc80": 4.0},  # noqa: F601
     "empty": {"": 1.0, "b": 2.0},
     "empty within empty": {"": {"": 1.0, "b": 2.0}, "/": 3.0, "/b": 4.0, "b": 5.0},
     "slash": {"a/b": 1.0, "a": {"b": 2.0}},

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
-
 import optax_globalclip as ogc
+import pytest
 import windows
 
 

@@ -13,7 +13,6 @@ from programs import on
 from trees import STRUCTURE, WIDE_STRUCTURE
 
 
-
 def check(norm, tree, ulps):
   want = oracle.norm(tree)
   assert norm.dtype == oracle.norm_dtype(tree) and norm.shape == ()
