@@ -1,0 +1,39 @@
+"""The documentation site: `ci/docs.sh` builds it, with warnings as errors."""
+
+import pathlib
+
+import optax_globalclip
+
+project = "optax_globalclip"
+release = version = optax_globalclip.__version__
+copyright = "the optax_globalclip authors"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"optax_globalclip {version}"
+exclude_patterns = ["_build"]
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+nb_execution_mode = "cache"  # ci/docs.sh starts with an empty one
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_execution_timeout = 300
+
+default_role = "code"  # docstrings write `names` as Markdown does
+napoleon_google_docstring = True
+autodoc_typehints = "none"  # the signature would be longer than the text
+autodoc_member_order = "bysource"
+nitpicky = False
+suppress_warnings = ["toc.not_included"]
+
+
+def leave_out_missing_pages(app, docname, source):
+  """Drops the lines of index.md that are marked as of a page which comes with its feature, until it is there."""
+  if docname == "index":
+    lines = source[0].splitlines()
+    source[0] = "\n".join(line.removesuffix("?") for line in lines
+                          if not line.endswith("?") or (pathlib.Path(app.srcdir) / f"{line[:-1]}.md").exists())
+
+
+def setup(app):
+  app.connect("source-read", leave_out_missing_pages)
