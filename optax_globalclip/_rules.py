@@ -118,14 +118,11 @@ class _Bounded:
       raise ValueError(f"{rule}: expected minimum <= maximum, got {self.minimum!r} and {self.maximum!r}")
     self.check(rule)
 
-  def bound(self, threshold: jax.Array) -> jax.Array:
-    dtype = threshold.dtype
-    return jnp.minimum(jnp.maximum(threshold, as_dtype(self.minimum, dtype)), as_dtype(self.maximum, dtype))
-
-
-def _or_infinite(condition: jax.Array, threshold: jax.Array) -> jax.Array:
-  return jax.lax.select(jnp.broadcast_to(condition, threshold.shape), threshold,
-                        np.full(threshold.shape, np.inf, threshold.dtype))
+  def bound(self, threshold: jax.Array, known: jax.Array) -> jax.Array:
+    """The threshold within its bounds, and `maximum` where nothing is known yet."""
+    low, high = (jnp.asarray(as_dtype(x, threshold.dtype)) for x in (self.minimum, self.maximum))
+    # An infinity that is made, only to be left out, stops JAX's debuggers: this one stays apart until it is wanted.
+    return jnp.where(known, jnp.minimum(jnp.maximum(threshold, low), high), high)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -182,8 +179,7 @@ class ema_clip(_Bounded):
   def update(self, state, norm, finite, *, global_norm):
     del global_norm
     enters = _enters(norm, finite)
-    warm = state.taken >= self.warmup
-    threshold = self.bound(_or_infinite(warm, as_dtype(self.factor, norm.dtype) * state.mean))
+    threshold = self.bound(as_dtype(self.factor, norm.dtype) * state.mean, state.taken >= self.warmup)
     clipped = jnp.minimum(_known(norm, enters), threshold)
     return threshold, _statistics.add_to_mean(state, clipped, enters, self.decay, self.warmup)
 
@@ -257,7 +253,7 @@ class zclip(_Bounded):
     del global_norm
     enters = _enters(norm, finite)
     norm = jnp.where(enters, norm, state.norms.mean)
-    threshold = self.bound(_or_infinite(state.norms.taken >= self.warmup, self._threshold(state, norm)))
+    threshold = self.bound(self._threshold(state, norm), state.norms.taken >= self.warmup)
     clipped = jnp.minimum(norm, threshold)
     before = Pair(state.deviation, state.deviation_rest)
     deviation = _statistics.add_to_deviation(state.norms, before, clipped, self.decay, self.warmup)
@@ -323,7 +319,7 @@ class autoclip(_Bounded):
     del global_norm
     enters = _enters(norm, finite)
     state = _statistics.add_to_recent(state, _known(norm, enters), enters)
-    return self.bound(_statistics.percentile(state, self.percentile)), state
+    return self.bound(_statistics.percentile(state, self.percentile), state.filled > 0), state
 
 
 class AdaGCState(NamedTuple):
@@ -400,8 +396,8 @@ class adagc(_Bounded):
     limit = as_dtype(self.lambda_abs, dtype)
     shrinks = jnp.any(finite) & (global_norm > limit)
     by_global = jnp.where(shrinks, limit * (norm / jnp.where(shrinks, global_norm, limit)), norm)
-    by_leaf = _or_infinite(known & ~in_warmup, as_dtype(self.lambda_rel, dtype) * state.average)
-    threshold = self.bound(jnp.where(in_warmup & finite, by_global, by_leaf))
+    by_leaf = as_dtype(self.lambda_rel, dtype) * state.average
+    threshold = self.bound(jnp.where(in_warmup, by_global, by_leaf), jnp.where(in_warmup, finite, known))
     clipped = jnp.minimum(norm, threshold)
     before, fresh = Pair(state.average, state.average_rest), Pair(clipped, jnp.zeros_like(clipped))
     in_the_warmup = _pairs.where(clipped < state.average, fresh, before)

@@ -117,7 +117,7 @@ def add_to_recent(state: Recent, x: jax.Array, enters: jax.Array) -> Recent:
 
 
 def percentile(state: Recent, percent: Any) -> jax.Array:
-  """The linear percentile of what is there; infinite where nothing is. One sort."""
+  """The linear percentile of what is there; 0 where nothing is. One sort."""
   places, n = _places(state)
   dtype = state.recent.dtype
   largest = np.asarray(np.finfo(dtype).max, dtype)
@@ -135,7 +135,7 @@ def percentile(state: Recent, percent: Any) -> jax.Array:
     return jnp.sum(jnp.where(places == jnp.minimum(i, n - 1)[None], ordered, jnp.zeros_like(ordered)), axis=0)
   low = place(index)
   high = jnp.where(index + 1 < state.filled, place(index + 1), low)
-  return jnp.where(state.filled > 0, low + (high - low) * fraction, np.asarray(np.inf, dtype))
+  return jnp.where(state.filled > 0, low + (high - low) * fraction, jnp.zeros_like(low))
 
 
 def moments(state: Recent) -> tuple[jax.Array, jax.Array]:

@@ -118,7 +118,7 @@ def clip(max_norm: Any, rule_state: Any, count: jax.Array | None, leaves: list[j
   threshold, rule_state = _of_rule(max_norm, rule_state, numbers, options.per_leaf, is_spike(numbers), like)
   limit = threshold.astype(dtype)
   if options.per_leaf:
-    limit = jnp.concatenate([jnp.full((1,), np.inf, dtype), limit])
+    limit = jnp.concatenate([jnp.ones((1,), dtype), limit])  # the tree as a whole is not clipped
   ops, clipped = _ops.clip_at(numbers, limit, loss_scale, leaves, options, placement)
   return Clipped(numbers._replace(ops=ops), clipped, limit, rule_state, threshold)
 
