@@ -325,7 +325,7 @@ class autoclip(_Bounded):
 class AdaGCState(NamedTuple):
   average: jax.Array       # T[n]: of each leaf's norm after the clip; 0 where there was none
   average_rest: jax.Array  # T[n]: what it is short of the true one
-  taken: jax.Array         # int32[]: finite updates, up to `warmup`
+  taken: jax.Array         # int32[n]: finite updates, up to `warmup`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,14 +387,14 @@ class adagc(_Bounded):
     check_whole(rule, "warmup", self.warmup, 1)
 
   def init(self, like) -> AdaGCState:
-    return AdaGCState(jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, like.dtype), jnp.zeros((), jnp.int32))
+    return AdaGCState(jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, jnp.int32))
 
   def update(self, state, norm, finite, *, global_norm):
     dtype, enters = norm.dtype, _enters(norm, finite)
     in_warmup, known = state.taken < self.warmup, state.average > 0
     norm = _known(norm, enters)
     limit = as_dtype(self.lambda_abs, dtype)
-    shrinks = jnp.any(finite) & (global_norm > limit)
+    shrinks = finite & (global_norm > limit)
     by_global = jnp.where(shrinks, limit * (norm / jnp.where(shrinks, global_norm, limit)), norm)
     by_leaf = as_dtype(self.lambda_rel, dtype) * state.average
     threshold = self.bound(jnp.where(in_warmup, by_global, by_leaf), jnp.where(in_warmup, finite, known))
@@ -403,4 +403,4 @@ class adagc(_Bounded):
     in_the_warmup = _pairs.where(clipped < state.average, fresh, before)
     moved = _pairs.where(in_warmup, in_the_warmup, _statistics.move(before, clipped, self.decay))
     average = _pairs.where(enters, _pairs.where(known, moved, fresh), before)
-    return threshold, AdaGCState(*average, jnp.minimum(state.taken + jnp.any(finite).astype(jnp.int32), self.warmup))
+    return threshold, AdaGCState(*average, jnp.minimum(state.taken + finite.astype(jnp.int32), self.warmup))
