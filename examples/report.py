@@ -4,6 +4,7 @@ A record is one step of one run, as a line of `metrics.jsonl` holds it: `run`, `
 (from 1), `seconds`, `loss` and `losses` by source (nats a token, before the step),
 `norm` (before the clip), `clip_factor`, `clipped_steps` and `nonfinite_steps` so far,
 `loss_scale` (of the next step), `weights` by source, and at some steps `held_out`, the loss by source after the step.
+With a clip rule also `threshold`, and where spikes are skipped `spike_steps` so far.
 """
 
 import json
@@ -20,7 +21,7 @@ from matplotlib import ticker
 
 # Okabe and Ito's colours, told apart under every common colour blindness.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-CLIPPED, UNCLIPPED = "#000000", "#D55E00"
+CLIPPED, UNCLIPPED, SKIPPED = "#000000", "#D55E00", "#CC79A7"
 
 
 def to_json(value, **options) -> str:
@@ -63,6 +64,8 @@ def summarise(facts: dict, phases: Sequence[Phase], records: Sequence[dict]) -> 
       "steps": len(rows),
       "clipped_steps": rows[-1]["clipped_steps"],
       "nonfinite_steps": rows[-1]["nonfinite_steps"],
+      "skipped_spikes": spikes(rows),
+      "last_threshold": rows[-1].get("threshold", facts["max_norm"] if name == "clipped" else math.inf),
       "last_loss_scale": rows[-1]["loss_scale"],
       "largest_norm": largest["norm"],
       "largest_norm_step": largest["step"],
@@ -87,23 +90,30 @@ def summarise(facts: dict, phases: Sequence[Phase], records: Sequence[dict]) -> 
   }
 
 
+def spikes(rows: Sequence[dict]) -> list[int]:
+  """The steps of a run that were skipped as spikes."""
+  before = [0, *(row.get("spike_steps", 0) for row in rows)]
+  return [row["step"] for row, count in zip(rows, before, strict=False) if row.get("spike_steps", 0) > count]
+
+
 def draw(summary: dict, records: Sequence[dict]) -> matplotlib.figure.Figure:
   """Held-out loss by source, gradient norm, clip factor and mixture against steps."""
   names = list(records[0]["weights"])
   colours = {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(names)}
   by_run = {run: [record for record in records if record["run"] == run] for run in summary["runs"]}
-  threshold, facts = summary["max_norm"], summary["runs"]["clipped"]
+  facts = summary["runs"]["clipped"]
+  rule = f"at norm {summary['max_norm']:g}" if summary["clip_rule"] == "constant" else f"by {summary['clip_rule']}"
 
   figure = matplotlib.figure.Figure(figsize=(10, 9), layout="constrained")
   loss, norm, factor, mixture = figure.subplots(4, sharex=True, gridspec_kw={"height_ratios": [4, 3, 2, 1]})
+  skipped = f", {len(facts['skipped_spikes'])} skipped" if summary["skip_spikes"] else ""
   title = (
-    f"{facts['clipped_steps']} of {facts['steps']} updates clipped at norm "
-    f"{threshold:g}; largest norm {facts['largest_norm']:.3g} "
-    f"at step {facts['largest_norm_step']}"
+    f"{facts['clipped_steps']} of {facts['steps']} updates clipped {rule}{skipped}"
+    f"; largest norm {facts['largest_norm']:.3g} at step {facts['largest_norm_step']}"
   )
   figure.suptitle(f"{summary['size']}, {summary['parameters']:,} parameters: {title}")
   _draw_losses(loss, by_run, colours)
-  _draw_norms(norm, by_run, threshold)
+  _draw_norms(norm, by_run, facts)
   _draw_factors(factor, by_run["clipped"])
   _draw_mixture(mixture, by_run["clipped"], colours)
 
@@ -142,11 +152,18 @@ def _draw_losses(axes, by_run: dict, colours: dict) -> None:
   axes.set_ylabel("held-out loss\n(nats a token)")
 
 
-def _draw_norms(axes, by_run: dict, threshold: float) -> None:
+def _draw_norms(axes, by_run: dict, facts: dict) -> None:
   for run, colour, label in (("unclipped", UNCLIPPED, "without clipping"), ("clipped", CLIPPED, "before the clip")):
     if run in by_run:
       axes.plot(_column(by_run[run], "step"), _column(by_run[run], "norm"), color=colour, linewidth=1, label=label)
-  axes.axhline(threshold, color="0.4", linestyle="--", label=f"threshold {threshold:g}")
+  rows = by_run["clipped"]
+  if "threshold" in rows[-1]:
+    axes.plot(_column(rows, "step"), _column(rows, "threshold"), color="0.4", linestyle="--", label="threshold")
+  else:
+    axes.axhline(facts["last_threshold"], color="0.4", linestyle="--", label=f"threshold {facts['last_threshold']:g}")
+  if facts["skipped_spikes"]:
+    skipped = [row for row in rows if row["step"] in facts["skipped_spikes"]]
+    axes.plot(_column(skipped, "step"), _column(skipped, "norm"), "x", color=SKIPPED, label="skipped")
   axes.set_yscale("log")
   axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
   axes.yaxis.set_major_formatter("{x:g}")
@@ -200,6 +217,10 @@ def show(console: rich.console.Console, out: pathlib.Path, summary: dict) -> Non
 
   row("clipped steps", facts("clipped_steps"), "d")
   row("steps with NaN or infinity", facts("nonfinite_steps"), "d")
+  if summary["skip_spikes"]:
+    row("steps skipped as spikes", list(map(len, facts("skipped_spikes"))), "d")
+  if summary["clip_rule"] != "constant":
+    row("threshold at the end", facts("last_threshold"), ".3g")
   row("loss scale at the end", facts("last_loss_scale"), "g")
   row("largest norm", facts("largest_norm"), ".3g")
   row("median norm", facts("median_norm"), ".3g")

@@ -4,6 +4,7 @@
     python examples/train_flax.py --compare  # beside it, the same without clipping
     python examples/train_flax.py --size 12m --source mine=~/notes
     python examples/train_flax.py --dtype float16 --loss-scale dynamic --accumulate 4
+    python examples/train_flax.py --clip-rule zclip --skip-spikes
 
 The text comes in several kinds whose shares of the mixture jump every few steps, the
 shift of data that makes gradients spike. It writes `metrics.jsonl` (a line a step),
@@ -33,6 +34,8 @@ from flax.training import train_state
 from model import SIZES, Size, Transformer, row_losses
 
 STEPS, QUICK_STEPS = 600, 80
+SPIKE_WINDOW = 64  # accepted steps that --skip-spikes compares with
+RULES = {"zclip": ogc.zclip, "ema": ogc.ema_clip, "autoclip": ogc.autoclip}
 EVALUATIONS = 20  # held-out evaluations a run, evenly spaced
 
 
@@ -107,6 +110,22 @@ def make_parser() -> argparse.ArgumentParser:
     default="float32",
     help="what the model computes in; parameters stay float32; default: float32",
   )
+  parser.set_defaults(max_norm=None)
+  add(
+    "--clip-rule",
+    choices=("constant", *RULES),
+    default="constant",
+    help="a threshold that follows the norms, below --max-norm where that is given; default: --max-norm itself",
+  )
+  add(
+    "--skip-spikes",
+    type=positive(float),
+    nargs="?",
+    const=6.0,
+    metavar="DEVIATIONS",
+    help=f"skip a step whose norm is this far above the last {SPIKE_WINDOW} accepted ones; 6 standard deviations if no "
+    "number is given; default: skip none",
+  )
   add("--compare", action="store_true", help="train the same data order without clipping beside it")
   add("--quick", action="store_true", help="a short tiny run: within a minute on two cores")
   add(
@@ -131,6 +150,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, corpus.Corpu
   names = [name for name, _ in args.source or ()]
   if len(set(names)) < len(names):
     parser.error("argument --source: two sources have one name")
+  if args.clip_rule == "constant":
+    args.max_norm = args.max_norm or 1.0
   args.steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
   try:
     args.out.mkdir(parents=True, exist_ok=True)
@@ -148,11 +169,23 @@ def load_corpus(source: list[tuple[str, pathlib.Path]] | None, size: Size) -> co
   return corpus.tokenize(documents, size.vocabulary, size.length)
 
 
-def create_optimizer(schedule, *, max_norm: float, accumulate: int = 1, loss_scale=None):
-  """AdamW behind the clip: one transformation before it or, with micro-batches or a loss scale, one around it."""
-  if accumulate == 1 and loss_scale is None:
+def threshold(args: argparse.Namespace) -> float | ogc.ThresholdRule:
+  if args.clip_rule == "constant":
+    return args.max_norm
+  return RULES[args.clip_rule](maximum=args.max_norm or math.inf)
+
+
+def spike_rule(deviations: float | None) -> ogc.SpikeRule | None:
+  return ogc.SpikeRule(window=SPIKE_WINDOW, deviations=deviations) if deviations else None
+
+
+def create_optimizer(schedule, *, max_norm, accumulate: int = 1, loss_scale=None, skip_spikes=None):
+  """AdamW behind the clip: one transformation before it or, where it needs more than a clip, one around it."""
+  if accumulate == 1 and loss_scale is None and skip_spikes is None:
     return optax.chain(ogc.global_clip(max_norm, monitor=True), optax.adamw(schedule))
-  return ogc.clipped_multi_steps(optax.adamw(schedule), max_norm, every_k=accumulate, loss_scale=loss_scale)
+  return ogc.clipped_multi_steps(
+    optax.adamw(schedule), max_norm, every_k=accumulate, loss_scale=loss_scale, skip_spikes=skip_spikes
+  )
 
 
 def create_state(
@@ -270,6 +303,7 @@ def train(
             "clipped_steps": int(metrics["clipped_steps"]),
             "nonfinite_steps": int(metrics["nonfinite_steps"]),
             "loss_scale": float(metrics.get("loss_scale", 1)),
+            **{name: metrics[name].item() for name in ("threshold", "spike_steps") if name in metrics},
             "weights": dict(zip(names, weights.tolist(), strict=True)),
             "losses": by_source(names, batch.source, losses),
           }
@@ -293,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
   console = rich.console.Console(highlight=False, soft_wrap=True)
   args, text = parse_args(argv)
   size = SIZES[args.size]
-  thresholds = {"clipped": args.max_norm}
+  thresholds = {"clipped": threshold(args)}
   if args.compare:
     # An infinite threshold never clips and still measures.
     thresholds["unclipped"] = math.inf
@@ -307,6 +341,7 @@ def main(argv: list[str] | None = None) -> int:
       dtype=args.dtype,
       accumulate=args.accumulate,
       loss_scale=args.loss_scale,
+      skip_spikes=spike_rule(args.skip_spikes) if run == "clipped" else None,
     )
     for run, max_norm in thresholds.items()
   }
@@ -336,6 +371,8 @@ def main(argv: list[str] | None = None) -> int:
     "seed": args.seed,
     "learning_rate": args.learning_rate,
     "max_norm": args.max_norm,
+    "clip_rule": args.clip_rule,
+    "skip_spikes": args.skip_spikes,
     "dtype": args.dtype,
     "accumulate": args.accumulate,
     "steps_asked": args.steps,

@@ -1,0 +1,78 @@
+"""The training example with a threshold that follows the norms, and with skipped spikes."""
+
+import json
+
+import numpy as np
+import pytest
+import train_flax
+
+STEPS = 40
+
+
+@pytest.fixture
+def train(tmp_path, standard_promotion, monkeypatch, capsys):
+  """Runs the example from its command line; what it printed, its summary and its records."""
+  monkeypatch.setattr(train_flax, "SPIKE_WINDOW", 8)
+  (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog, and one and two make three\n" * 400)
+
+  def run(*options):
+    out = tmp_path / "out"
+    fixed = f"--source mine={tmp_path / 'text'} --steps {STEPS} --batch-size 2 --out {out}".split()
+    assert train_flax.main([*fixed, *options]) == 0
+    assert (out / "training.png").stat().st_size > 0
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return capsys.readouterr().out, json.loads((out / "summary.json").read_text()), records
+
+  return run
+
+
+def column(records, name):
+  """A column of numbers; infinity, for which JSON has no word, is written as null."""
+  return np.array([np.inf if record[name] is None else record[name] for record in records])
+
+
+def test_the_threshold_of_a_rule_is_on_record_as_it_moved(train):
+  printed, summary, records = train("--clip-rule", "zclip")
+  norms, thresholds, factors = (column(records, name) for name in ("norm", "threshold", "clip_factor"))
+  assert np.isinf(thresholds[:25]).all() and np.isfinite(thresholds[25:]).all()
+  assert len(set(thresholds[25:])) > 1
+  np.testing.assert_allclose(factors, np.minimum(1, thresholds / norms), rtol=1e-5)
+  assert summary["clip_rule"] == "zclip" and summary["max_norm"] is None
+  assert summary["runs"]["clipped"]["last_threshold"] == thresholds[-1]
+  assert "threshold at the end" in printed
+
+
+def test_max_norm_bounds_the_threshold_of_a_rule(train):
+  _, _, records = train("--clip-rule", "ema", "--max-norm", "0.5")
+  assert column(records, "threshold").max() == 0.5
+
+
+def test_skipped_spikes_are_on_record_and_apart_from_clipped_steps(train):
+  printed, summary, records = train("--skip-spikes", "0.5", "--accumulate", "2")
+  counts, factors = column(records, "spike_steps"), column(records, "clip_factor")
+  skipped = np.flatnonzero(np.diff(counts, prepend=0))
+  assert len(skipped) > 0 and (skipped >= 4).all()
+  np.testing.assert_array_equal(np.flatnonzero(factors == 0), skipped)
+  run = summary["runs"]["clipped"]
+  assert run["skipped_spikes"] == [int(i) + 1 for i in skipped]
+  assert run["clipped_steps"] == np.count_nonzero((factors > 0) & (factors < 1))
+  assert "steps skipped as spikes" in printed
+
+
+def test_the_unclipped_run_neither_clips_nor_skips(train):
+  _, summary, records = train("--compare", "--clip-rule", "autoclip", "--skip-spikes", "0.5")
+  runs = summary["runs"]
+  assert runs["unclipped"]["skipped_spikes"] == [] and runs["unclipped"]["clipped_steps"] == 0
+  assert runs["clipped"]["skipped_spikes"] != []
+  assert all(("threshold" in record) == (record["run"] == "clipped") for record in records)
+
+
+@pytest.mark.parametrize("options, message", [
+  (["--clip-rule", "adagc"], "invalid choice: 'adagc'"),
+  (["--skip-spikes", "0"], "'0' is not a positive number"),
+])
+def test_a_rule_that_there_is_none_of_is_refused(tmp_path, capsys, options, message):
+  with pytest.raises(SystemExit) as stopped:
+    train_flax.main(["--out", str(tmp_path), *options])
+  assert stopped.value.code == 2
+  assert message in capsys.readouterr().err
