@@ -2,7 +2,7 @@
 
     python benchmarks/cpu.py                    # everything but what optax takes minutes to compile
     python benchmarks/cpu.py --optax-compile    # that too: 5,000 leaves beside optax
-    python benchmarks/cpu.py --only norm clip   # some of: norm clip chain leaves compile stages
+    python benchmarks/cpu.py --only norm clip   # some of: norm clip chain monitor leaves compile stages
     python benchmarks/cpu.py --plot             # the figure alone, from the results already there
 
 Contenders take turns (turns.py), and what is reported is the median and the quartiles of the ratio within a turn, of
@@ -128,6 +128,35 @@ def bench_chain(turns):
     }
     out[kind] = summary(take_turns(contenders, turns), [("optax_globalclip", "optax")])
   return out
+
+
+def bench_monitor(turns):
+  """What `monitor=True` adds to a clip, and to a clip before adamw: pairs of one with and one without."""
+  shapes, out = gpt.leaf_shapes(), {}
+  for kind in ("clip", "clip, then adamw"):
+    contenders = {
+        name: MonitoredClip(shapes, monitor) if kind == "clip" else Training(
+            shapes, ogc.global_clip(1.0, monitor=monitor), made_inside=False)
+        for name, monitor in (("monitored", True), ("plain", False))}
+    out[kind] = summary(take_turns(contenders, turns), [("monitored", "plain")])
+  return out
+
+
+class MonitoredClip:
+  """Calls a clip again and again on what it returned, with its state; the threshold falls, so that each call clips."""
+
+  def __init__(self, shapes, monitor):
+    self.tree = random_leaves(shapes)
+    self.limit = float(ogc.global_norm(self.tree))
+    self.state = ogc.global_clip(1.0, monitor=monitor).init(self.tree)
+    def step(tree, state, limit):
+      return ogc.global_clip(limit, monitor=monitor).update(tree, state)
+    self.step = jax.jit(step, donate_argnums=(0, 1))
+
+  def __call__(self):
+    self.limit *= 0.999
+    self.tree, self.state = self.step(self.tree, self.state, np.float32(self.limit))
+    wait((self.tree, self.state))
 
 
 STEPS = 50
@@ -283,7 +312,7 @@ def plot(results, path):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--only", nargs="+", choices=["norm", "clip", "chain", "leaves", "compile", "stages"])
+  parser.add_argument("--only", nargs="+", choices=["norm", "clip", "chain", "monitor", "leaves", "compile", "stages"])
   parser.add_argument("--turns", type=int, default=21)
   parser.add_argument("--optax-compile", action="store_true")
   parser.add_argument("--plot", action="store_true")
@@ -292,7 +321,7 @@ def main():
   path = arguments.out / "cpu.json"
   results = json.loads(path.read_text()) if path.exists() else {}
   if not arguments.plot:
-    wanted = arguments.only or ["norm", "clip", "chain", "leaves", "compile", "stages"]
+    wanted = arguments.only or ["norm", "clip", "chain", "monitor", "leaves", "compile", "stages"]
     sections = {}
     if "norm" in wanted:
       sections["norm"] = lambda: bench_norm(arguments.turns)
@@ -300,6 +329,8 @@ def main():
       sections["clip"] = lambda: bench_clip(arguments.turns)
     if "chain" in wanted:
       sections["chain"] = lambda: bench_chain(arguments.turns)
+    if "monitor" in wanted:
+      sections["monitor"] = lambda: bench_monitor(max(30, arguments.turns))
     for n in ((1500, 5000) if arguments.optax_compile else (1500,)) if "leaves" in wanted else ():
       sections[f"leaves {n}"] = lambda n=n: bench_leaves(arguments.turns, n)
     if "compile" in wanted:

@@ -97,6 +97,9 @@ def programs(params, tokens):
       "chain with adamw: ogc kernel": update(adamw(stage("kernel"))),
       "chain with adamw: optax": update(adamw(stock)),
       "chain with adamw: no clip": update(adamw()),
+      "clip: ogc.global_clip": update(stage("kernel")),
+      "clip: ogc.global_clip, monitored": update(ogc.global_clip(1.0, scale_stage="kernel", monitor=True)),
+      "chain with adamw: ogc auto, monitored": update(adamw(ogc.global_clip(1.0, monitor=True))),
       "train step: ogc auto": train_step(adamw(stage("auto"))),
       "train step: ogc kernel": train_step(adamw(stage("kernel"))),
       "train step: optax": train_step(adamw(stock)),
@@ -126,6 +129,10 @@ def check(results, tree_mb):
   most = max(chain["kernels"], kernel["kernels"])
   yield "a chain with adamw takes at most five kernels more than adamw alone", most <= bare["kernels"] + 5
   yield "the chain moves no more than optax's", chain["mb_clipped"] <= 1.001 * stock_chain["mb_clipped"]
+  for name in ("clip: ogc.global_clip", "chain with adamw: ogc auto"):
+    plain, monitored = results[name], results[f"{name}, monitored"]
+    more = monitored["mb_clipped"] - plain["mb_clipped"]
+    yield f"monitor=True reads no gradient again ({name}: {1e3 * more:.0f} kB more)", more < 0.001 * tree_mb
   for name in ("auto", "kernel"):
     step, without = results[f"train step: ogc {name}"], results["train step: no clip"]
     yield f"a train step ({name}) copies no gradient", step["copied_mb"] <= without["copied_mb"] + 0.01

@@ -1,10 +1,10 @@
 """What a training run leaves behind: lines while it goes, a summary and a figure.
 
-A record is one step of one run, as a line of `metrics.jsonl` holds it: `run`, `step`
-(from 1), `seconds`, `loss` and `losses` by source (nats a token, before the step),
-`norm` (before the clip), `clip_factor`, `clipped_steps` and `nonfinite_steps` so far,
-`loss_scale` (of the next step), `weights` by source, and at some steps `held_out`, the loss by source after the step.
-With a clip rule also `threshold`, and where spikes are skipped `spike_steps` so far.
+A record is one step of one run, as `optax_globalclip.History` wrote it: `step` (from 1),
+what `clip_metrics` gives and the largest leaves; with it `run`, `seconds`, `loss` and
+`losses` by source (nats a token, before the step), `weights` by source, and at some steps
+`held_out`, the loss by source after the step. With a clip rule also
+`threshold`, and where spikes are skipped `spike_steps` so far.
 """
 
 import json
@@ -40,7 +40,7 @@ def to_json(value, **options) -> str:
 
 
 def live(record: dict) -> str:
-  return f"loss {record['loss']:6.3f}  norm {record['norm']:8.3g}  factor {record['clip_factor']:5.3f}"
+  return f"loss {record['loss']:6.3f}  norm {record['global_norm']:8.3g}  factor {record['clip_factor']:5.3f}"
 
 
 def line(record: dict, steps: int) -> str:
@@ -55,7 +55,7 @@ def summarise(facts: dict, phases: Sequence[Phase], records: Sequence[dict]) -> 
   for name in dict.fromkeys(record["run"] for record in records):
     rows = [record for record in records if record["run"] == name]
     # A NaN norm is the largest there is, whatever the comparison says.
-    largest = max(rows, key=lambda r: math.inf if math.isnan(r["norm"]) else r["norm"])
+    largest = max(rows, key=lambda r: math.inf if math.isnan(r["global_norm"]) else r["global_norm"])
     held_out = [row["held_out"] for row in rows if "held_out" in row]
     # The first step's time is the compiler's.
     seconds = sum(row["seconds"] for row in rows[1:])
@@ -66,10 +66,10 @@ def summarise(facts: dict, phases: Sequence[Phase], records: Sequence[dict]) -> 
       "nonfinite_steps": rows[-1]["nonfinite_steps"],
       "skipped_spikes": spikes(rows),
       "last_threshold": rows[-1].get("threshold", facts["max_norm"] if name == "clipped" else math.inf),
-      "last_loss_scale": rows[-1]["loss_scale"],
-      "largest_norm": largest["norm"],
+      "last_loss_scale": rows[-1].get("loss_scale", 1.0),
+      "largest_norm": largest["global_norm"],
       "largest_norm_step": largest["step"],
-      "median_norm": statistics.median(row["norm"] for row in rows),
+      "median_norm": statistics.median(row["global_norm"] for row in rows),
       "first_loss": rows[0]["loss"],
       "last_loss": rows[-1]["loss"],
       "first_held_out": held_out[0],
@@ -155,7 +155,7 @@ def _draw_losses(axes, by_run: dict, colours: dict) -> None:
 def _draw_norms(axes, by_run: dict, facts: dict) -> None:
   for run, colour, label in (("unclipped", UNCLIPPED, "without clipping"), ("clipped", CLIPPED, "before the clip")):
     if run in by_run:
-      axes.plot(_column(by_run[run], "step"), _column(by_run[run], "norm"), color=colour, linewidth=1, label=label)
+      axes.plot(_column(by_run[run], "step"), _column(by_run[run], "global_norm"), color=colour, linewidth=1, label=label)
   rows = by_run["clipped"]
   if "threshold" in rows[-1]:
     axes.plot(_column(rows, "step"), _column(rows, "threshold"), color="0.4", linestyle="--", label="threshold")
@@ -163,7 +163,7 @@ def _draw_norms(axes, by_run: dict, facts: dict) -> None:
     axes.axhline(facts["last_threshold"], color="0.4", linestyle="--", label=f"threshold {facts['last_threshold']:g}")
   if facts["skipped_spikes"]:
     skipped = [row for row in rows if row["step"] in facts["skipped_spikes"]]
-    axes.plot(_column(skipped, "step"), _column(skipped, "norm"), "x", color=SKIPPED, label="skipped")
+    axes.plot(_column(skipped, "step"), _column(skipped, "global_norm"), "x", color=SKIPPED, label="skipped")
   axes.set_yscale("log")
   axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
   axes.yaxis.set_major_formatter("{x:g}")
@@ -230,4 +230,4 @@ def show(console: rich.console.Console, out: pathlib.Path, summary: dict) -> Non
   if summary["steps"] > 1:
     row("tokens per second", facts("tokens_per_second"), ",.0f")
   console.print(table)
-  console.print(f"figure and numbers: {out}/training.png, summary.json, metrics.jsonl")
+  console.print(f"figure and numbers: {out}/training.png, summary.json, {', '.join(f'{run}.jsonl' for run in runs)}")

@@ -7,19 +7,20 @@
     python examples/train_flax.py --clip-rule zclip --skip-spikes
 
 The text comes in several kinds whose shares of the mixture jump every few steps, the
-shift of data that makes gradients spike. It writes `metrics.jsonl` (a line a step),
+shift of data that makes gradients spike. It writes `clipped.jsonl` (a line a step),
 `summary.json` and `training.png` into `--out`; Ctrl-C ends the run after the step in
-hand and still leaves all three.
+hand and still leaves all three. `python -m optax_globalclip.plot runs/train_flax` draws
+the norms of single leaves too.
 """
 
 import argparse
+import contextlib
 import functools
 import math
 import pathlib
 import signal
 import sys
 import time
-from typing import TextIO
 
 import corpus
 import jax
@@ -184,7 +185,8 @@ def create_optimizer(schedule, *, max_norm, accumulate: int = 1, loss_scale=None
   if accumulate == 1 and loss_scale is None and skip_spikes is None:
     return optax.chain(ogc.global_clip(max_norm, monitor=True), optax.adamw(schedule))
   return ogc.clipped_multi_steps(
-    optax.adamw(schedule), max_norm, every_k=accumulate, loss_scale=loss_scale, skip_spikes=skip_spikes
+    optax.adamw(schedule), max_norm, every_k=accumulate, loss_scale=loss_scale, monitor=True,
+    skip_spikes=skip_spikes,
   )
 
 
@@ -261,7 +263,7 @@ def train(
   states: dict[str, train_state.TrainState],
   batches: corpus.Batches,
   steps: int,
-  log: TextIO,
+  histories: dict[str, ogc.History],
   console: rich.console.Console,
   stop: StopAfterStep,
   accumulate: int = 1,
@@ -269,7 +271,7 @@ def train(
   """Trains every state on the same batches, step by step, each in `accumulate` micro-batches.
 
   Returns:
-    The records, one for each state and step, as they were written to `log`.
+    The records, one for each state and step, as they were written to its history.
   """
   names, held_out = batches.names, batches.held_out()
   evaluate_every = max(1, steps // EVALUATIONS)
@@ -287,36 +289,27 @@ def train(
   with progress:
     for step in range(steps):
       batch, weights = batches.batch(step), batches.phase(step).weights
-      made = []
+      made = {}
       for run, state in states.items():
         start = time.perf_counter()
-        states[run], losses, metrics = train_step(state, batch.tokens, accumulate)
-        losses, metrics = jax.device_get((losses, metrics))
-        made.append(
-          {
-            "run": run,
-            "step": step + 1,
-            "seconds": time.perf_counter() - start,
-            "loss": float(losses.mean()),
-            "norm": float(metrics["global_norm"]),
-            "clip_factor": float(metrics["clip_factor"]),
-            "clipped_steps": int(metrics["clipped_steps"]),
-            "nonfinite_steps": int(metrics["nonfinite_steps"]),
-            "loss_scale": float(metrics.get("loss_scale", 1)),
-            **{name: metrics[name].item() for name in ("threshold", "spike_steps") if name in metrics},
-            "weights": dict(zip(names, weights.tolist(), strict=True)),
-            "losses": by_source(names, batch.source, losses),
-          }
-        )
+        states[run], losses, _ = train_step(state, batch.tokens, accumulate)
+        losses = jax.device_get(losses)
+        made[run] = {
+          "run": run,
+          "seconds": time.perf_counter() - start,
+          "loss": losses.mean(),
+          "weights": dict(zip(names, weights.tolist(), strict=True)),
+          "losses": by_source(names, batch.source, losses),
+        }
       last = stop.asked or step + 1 == steps
-      for record in made:
-        run = record["run"]
-        if last or step == 0 or (step + 1) % evaluate_every == 0:
-          losses = evaluate(states[run], held_out.tokens)
-          record["held_out"] = by_source(names, held_out.source, losses)
+      evaluated = last or step == 0 or (step + 1) % evaluate_every == 0
+      for run, more in made.items():
+        if evaluated:
+          more["held_out"] = by_source(names, held_out.source, evaluate(states[run], held_out.tokens))
+        record = histories[run].write(states[run].opt_state, step=step + 1, **more)
+        if evaluated:
           progress.console.print(report.line(record, steps))
         records.append(record)
-        log.write(report.to_json(record) + "\n")
         progress.update(tasks[run], advance=1, live=report.live(record))
       if last:
         break
@@ -360,8 +353,13 @@ def main(argv: list[str] | None = None) -> int:
     f"{args.batch_size} x {size.length} tokens a step, computed in {args.dtype} "
     f"on {jax.devices()[0].device_kind}, clipped by the {path} path; text of {', '.join(text.names)}; compiling"
   )
-  with StopAfterStep() as stop, open(args.out / "metrics.jsonl", "w") as log:
-    records = train(states, batches, args.steps, log, console, stop, args.accumulate)
+  with StopAfterStep() as stop, contextlib.ExitStack() as files:
+    histories = {}
+    for run, max_norm in thresholds.items():
+      path = args.out / f"{run}.jsonl"
+      path.unlink(missing_ok=True)  # a run does not go on from an earlier one
+      histories[run] = files.enter_context(ogc.History(path, max_norm=max_norm))
+    records = train(states, batches, args.steps, histories, console, stop, args.accumulate)
 
   facts = {
     "size": args.size,

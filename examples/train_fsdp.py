@@ -4,7 +4,7 @@
     python examples/train_fsdp.py --processes 1 --devices 4   # the same training, to the last digits
 
 Parameters, AdamW's moments and the batch are sharded (FSDP); the clip is not told and sends a few numbers. The one
-command starts all processes. Step by step it writes `metrics.jsonl` into `--out`, and now and then a checkpoint: killed
+command starts all processes. Step by step it writes `fsdp.jsonl` into `--out`, and now and then a checkpoint: killed
 at any moment, the same command goes on from the last one to the same values.
 
 On a cluster start it on every host instead, with `--coordinator HOST:PORT` and the host's own `--process-id`.
@@ -12,6 +12,7 @@ On a cluster start it on every host instead, with `--coordinator HOST:PORT` and 
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import socket
@@ -29,6 +30,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from model import SIZES, row_losses
 from train_flax import positive
+
+
+SHARDED_ELEMENTS = 4096  # of a leaf, at least
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -75,8 +79,11 @@ def launch(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def shard_longest(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-  """Over the longest dimension that the devices divide evenly; replicated where there is none."""
-  even = [d for d, size in enumerate(shape) if size % mesh.size == 0]
+  """Over the longest dimension that the devices divide evenly; replicated where there is none, or little in all.
+
+  So what the clip recorded is whole on every process, and the first one writes it.
+  """
+  even = [d for d, size in enumerate(shape) if size % mesh.size == 0 and math.prod(shape) >= SHARDED_ELEMENTS]
   longest = max(even, key=lambda d: shape[d], default=None)
   return NamedSharding(mesh, P(*("fsdp" if d == longest else None for d in range(len(shape)))))
 
@@ -96,23 +103,15 @@ def create_sharded_state(args: argparse.Namespace, mesh: Mesh):
 
 
 def train_step(state, tokens: jax.Array):
-  """The next state, the mean loss before it and the clip's metrics: as on one device, without a word of meshes."""
+  """The next state and the mean loss before it: as on one device, without a word of meshes."""
   loss, grads = jax.value_and_grad(lambda params: row_losses(state.apply_fn, params, tokens).mean())(state.params)
   state = state.apply_gradients(grads=grads)
-  return state, loss, ogc.clip_metrics(state.opt_state)
+  return state, loss
 
 
 def saved(state) -> dict:
   """What of a state a checkpoint holds."""
   return {"step": state.step, "params": state.params, "opt_state": state.opt_state}
-
-
-def open_log(path: pathlib.Path, steps: int):
-  """The log of process 0, holding the first `steps` steps: those after the checkpoint are taken again."""
-  kept = path.read_text().splitlines(keepends=True)[:steps] if path.exists() else []
-  log = open(path, "w", buffering=1)  # a line at a time, for whoever is killed
-  log.writelines(kept)
-  return log
 
 
 def train(args: argparse.Namespace) -> None:
@@ -123,7 +122,7 @@ def train(args: argparse.Namespace) -> None:
   everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("fsdp"))
 
   state, shardings = create_sharded_state(args, mesh)
-  step_fn = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, everywhere, everywhere))
+  step_fn = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, everywhere))
   options = ocp.CheckpointManagerOptions(save_interval_steps=args.save_every, max_to_keep=2)
   with ocp.CheckpointManager(args.out / "checkpoints", options=options) as manager:
     first = manager.latest_step() or 0
@@ -136,23 +135,14 @@ def train(args: argparse.Namespace) -> None:
       where = f"{jax.device_count()} devices of {jax.process_count()} processes"
       what = f"going on after step {first}" if first else "compiling"
       print(f"{args.size}: {parameters:,} parameters on {where}; {what}", flush=True)
-      log = open_log(args.out / "metrics.jsonl", first)
+    history = ogc.History(args.out / "fsdp.jsonl", max_norm=args.max_norm)
     for step in range(first, args.steps):
       # Every process cuts the same batch and uploads its own devices' rows.
       tokens = batches.batch(step).tokens
-      state, loss, metrics = step_fn(state, jax.make_array_from_callback(tokens.shape, rows, tokens.__getitem__))
-      loss, metrics = jax.device_get((loss, metrics))
-      if leader:
-        record = {
-          "run": "fsdp",
-          "step": step + 1,
-          "loss": float(loss),
-          "norm": float(metrics["global_norm"]),
-          "clip_factor": float(metrics["clip_factor"]),
-        }
-        log.write(report.to_json(record) + "\n")
-        if step == first or (step + 1) % max(1, args.steps // 20) == 0:
-          print(f"{step + 1:>5}/{args.steps}  {report.live(record)}", flush=True)
+      state, loss = step_fn(state, jax.make_array_from_callback(tokens.shape, rows, tokens.__getitem__))
+      record = history.write(state.opt_state, step=step + 1, loss=loss)
+      if leader and (step == first or (step + 1) % max(1, args.steps // 20) == 0):
+        print(f"{step + 1:>5}/{args.steps}  {report.live(record)}", flush=True)
       manager.save(step + 1, args=ocp.args.StandardSave(saved(state)), force=step + 1 == args.steps)
 
 

@@ -113,8 +113,15 @@ def test_what_cannot_be_drawn_is_explained(tmp_path, capsys):
 
 
 def test_without_matplotlib_the_spikes_are_printed_and_the_error_says_what_to_install(planted, monkeypatch, capsys):
-  monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-  monkeypatch.setitem(sys.modules, "matplotlib", None)
+  class Absent:
+    @staticmethod
+    def find_spec(name, path, target=None):
+      if name == "matplotlib":
+        raise ModuleNotFoundError("No module named 'matplotlib'", name=name)
+
+  for module in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+    monkeypatch.delitem(sys.modules, module)
+  monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
   assert plot.main([str(planted[1])]) == 1
   printed = capsys.readouterr()
   assert PLANTED in printed.out

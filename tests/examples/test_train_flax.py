@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import processes
 import pytest
 import train_flax
 
+import optax_globalclip as ogc
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -22,9 +25,9 @@ def start(folder, *options):
 
 
 def left_behind(folder):
-  lines = (folder / "metrics.jsonl").read_text().splitlines()
   assert (folder / "training.png").read_bytes().startswith(PNG)
-  return json.loads((folder / "summary.json").read_text()), list(map(json.loads, lines))
+  summary = json.loads((folder / "summary.json").read_text())
+  return summary, *(ogc.History.read(folder / f"{run}.jsonl") for run in summary["runs"])
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,7 @@ def test_quick_run_learns_every_source(quick):
 
 def test_every_factor_is_threshold_over_norm(quick):
   _, _, records = quick
-  norms = np.array([record["norm"] for record in records])
+  norms = np.array([record["global_norm"] for record in records])
   factors = np.array([record["clip_factor"] for record in records])
   assert np.isfinite(norms).all() and (norms > 0).all()
   np.testing.assert_allclose(factors, np.minimum(1, 1 / norms), rtol=1e-6)
@@ -69,7 +72,7 @@ def test_every_factor_is_threshold_over_norm(quick):
 def test_summary_agrees_with_the_metrics(quick):
   output, summary, records = quick
   run = summary["runs"]["clipped"]
-  norms = [record["norm"] for record in records]
+  norms = [record["global_norm"] for record in records]
   assert [record["step"] for record in records] == list(range(1, 81))
   assert not summary["interrupted"] and summary["steps"] == run["steps"] == 80
   assert run["clipped_steps"] == sum(norm > 1 for norm in norms) > 0
@@ -83,20 +86,20 @@ def test_summary_agrees_with_the_metrics(quick):
 def test_interrupt_leaves_figure_and_summary_of_both_runs(tmp_path):
   process = start(tmp_path, "--compare", "--batch-size", "2", "--steps", "100000")
   deadline = time.monotonic() + 240
-  log = tmp_path / "metrics.jsonl"
+  log = tmp_path / "unclipped.jsonl"
   while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
     assert process.poll() is None, process.communicate()[0]
     time.sleep(0.1)
   process.send_signal(signal.SIGINT)
   output, _ = process.communicate(timeout=60)
   assert process.returncode == 130, output
-  summary, records = left_behind(tmp_path)
+  summary, clipped, unclipped = left_behind(tmp_path)
   assert summary["interrupted"]
-  assert 1 <= summary["steps"] == len(records) / 2
-  assert "held_out" in records[-1]
+  assert 1 <= summary["steps"] == len(clipped) == len(unclipped)
+  assert "held_out" in clipped[-1] and "held_out" in unclipped[-1]
   assert summary["runs"]["unclipped"]["clipped_steps"] == 0
-  assert records[0]["norm"] == pytest.approx(records[1]["norm"], rel=1e-6)
-  assert records[1]["clip_factor"] == 1
+  assert clipped[0]["global_norm"] == pytest.approx(unclipped[0]["global_norm"], rel=1e-6)
+  assert unclipped[0]["clip_factor"] == 1 and unclipped[0]["threshold"] == math.inf
 
 
 def test_bad_arguments_are_explained_and_exit_with_two(tmp_path, capsys):
