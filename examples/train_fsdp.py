@@ -31,7 +31,6 @@ from jax.sharding import PartitionSpec as P
 from model import SIZES, row_losses
 from train_flax import positive
 
-
 SHARDED_ELEMENTS = 4096  # of a leaf, at least
 
 

@@ -10,6 +10,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from optax_globalclip._loss_scale import find_states
+from optax_globalclip._monitor import ClipState
 from optax_globalclip._report import clip_metrics, leaf_report
 
 # What JSON has no word for, by the words of protocol buffers' JSON; `float` reads them all.
@@ -67,7 +69,7 @@ class History:
     >>> path = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
     >>> history = ogc.History(path, max_norm=1.0)
     >>> _, state = tx.update({"a": jnp.array([3.0]), "b": jnp.array([4.0])}, state)
-    >>> history.write(state, loss=2.5)
+    >>> written = history.write(state, loss=2.5)
     >>> record, = ogc.History.read(path)
     >>> record["step"], record["global_norm"], record["leaves"], record["loss"]
     (1, 5.0, {'b': 4.0, 'a': 3.0}, 2.5)
@@ -123,7 +125,7 @@ class History:
     metrics = dict(zip(metrics, jax.device_get(list(metrics.values())), strict=True))
     step = operator.index(metrics["steps"] if step is None else step)
     record = {"step": step} | self._constants | metrics
-    if "largest_element" in metrics:
+    if any(state.leaf_metrics is not None for state in find_states(opt_state, ClipState)):
       rows = leaf_report(opt_state).rows[:self._leaves]
       record["leaves"] = {row.path: row.norm for row in rows}
       if bad := {row.path: row.nonfinite for row in rows if row.nonfinite}:

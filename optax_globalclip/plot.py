@@ -98,7 +98,7 @@ def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], *, times: float = 3.0,
   Examples:
     >>> from optax_globalclip.plot import draw
     >>> records = [{"step": i, "global_norm": 2.0, "clip_factor": 0.5, "threshold": 1.0} for i in range(1, 9)]
-    >>> draw({"run": records}).savefig("run.png")  # doctest: +SKIP
+    >>> draw({"run": records}).savefig("run.png")
   """
   from matplotlib.figure import Figure
   detailed = [name for name, records in runs.items() if any(r.get("leaves") for r in records)]

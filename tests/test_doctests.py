@@ -24,8 +24,14 @@ SHOWN_BY = {
 }
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
-pytestmark = pytest.mark.usefixtures("as_users_run_it")
+pytestmark = pytest.mark.usefixtures("as_users_run_it", "folder_of_its_own")
 HOSTS = ("equinox", "haiku", "numpyro", "penzai", "tunix")  # whose sections of docs/hosts.md need them
+
+
+@pytest.fixture
+def folder_of_its_own(tmp_path, monkeypatch):
+  """For what an example writes."""
+  monkeypatch.chdir(tmp_path)
 
 
 def check(example):

@@ -21,8 +21,11 @@ def updated(state=None, a=3.0, b=0.0):
   return jax.jit(TX.update)(gradients, TX.init(PARAMS) if state is None else state)[1]
 
 
-def test_a_line_holds_the_metrics_the_largest_leaves_and_what_else_was_given(tmp_path, path):
-  file, state = tmp_path / "new" / "run.jsonl", updated(a=3.0, b=4.0)
+@pytest.mark.parametrize("monitor", [True, "leaves"])
+def test_a_line_holds_the_metrics_the_largest_leaves_and_what_else_was_given(monitor, tmp_path, path):
+  tx = ogc.global_clip(1.0, monitor=monitor)
+  file = tmp_path / "new" / "run.jsonl"
+  state = jax.jit(tx.update)({"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0, 0.0, 0.0])}, tx.init(PARAMS))[1]
   with ogc.History(file, max_norm=1, leaves=1) as history:
     written = history.write(state, loss=jnp.float32(2.5), by_source={"docs": np.float64(1.5)}, ids=np.arange(2), run="x")
   record, = ogc.History.read(file)

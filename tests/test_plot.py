@@ -3,6 +3,7 @@
 import math
 import sys
 
+import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +11,6 @@ import optax
 import optax_globalclip as ogc
 import pytest
 from optax_globalclip import plot
-
-import gpt
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = gpt.SMALL._replace(width=8, vocabulary=32)

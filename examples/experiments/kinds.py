@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import optax
-
 import optax_globalclip as ogc
+
 from experiments import shared
 
 SEED = 0

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
 import optax_globalclip as ogc
+
 from experiments import shared
 
 SEED, B1, MAX_NORM, CLOSE = 0, 0.9, 1.0, 0.1

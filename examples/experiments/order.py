@@ -5,9 +5,9 @@ import functools
 import jax
 import numpy as np
 import optax
+import optax_globalclip as ogc
 import train_flax
 
-import optax_globalclip as ogc
 from experiments import shared
 
 SCALE, MICRO_BATCHES, MAX_NORM = 2.0**10, 4, 1.0

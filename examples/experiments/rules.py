@@ -5,8 +5,8 @@ import statistics
 
 import jax
 import optax
-
 import optax_globalclip as ogc
+
 from experiments import shared
 
 TIMES = 100.0  # what a planted spike multiplies the gradient by

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax_globalclip as ogc
 import train_flax
 from flax.training import train_state
 from matplotlib.figure import Figure
 from model import SIZES, Size, Transformer, row_losses
-
-import optax_globalclip as ogc
 
 QUICK = Size(512, 64, 2, 4, 64, 3e-3)
 QUICK_CHARACTERS = 200_000  # of each source

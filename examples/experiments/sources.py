@@ -5,9 +5,9 @@ import math
 import statistics
 
 import numpy as np
+import optax_globalclip as ogc
 from corpus import PHASE_LENGTHS, Phase
 
-import optax_globalclip as ogc
 from experiments import shared
 
 SEED = 0

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
 import optax_globalclip as ogc
+
 from experiments import shared
 
 SEED, RATE, WARMUP, MAX_NORM, NORM = 0, 3e-4, 2000, 1.0, 50.0

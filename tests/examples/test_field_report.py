@@ -9,12 +9,8 @@ import pytest
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture(autouse=True)
-def as_users_run_it():
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
 
-
+@pytest.mark.usefixtures("as_users_run_it")
 @pytest.mark.parametrize("name", field_report.EXPERIMENTS)
 def test_the_quick_form_leaves_numbers_and_a_figure(name, tmp_path):
   assert field_report.main([name, "--quick", "--out", str(tmp_path)]) == 0

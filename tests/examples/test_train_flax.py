@@ -10,11 +10,10 @@ import time
 
 import corpus
 import numpy as np
+import optax_globalclip as ogc
 import processes
 import pytest
 import train_flax
-
-import optax_globalclip as ogc
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
