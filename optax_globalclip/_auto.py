@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from optax_globalclip import _compat, _lowering, _native
@@ -150,7 +149,7 @@ def _sharding_rule(options, operand_ranks: Sequence[int], result_ranks: Sequence
 # The primitive
 
 
-_partitioned = Primitive("globalclip_partitioned")
+_partitioned = _compat.Primitive("globalclip_partitioned")
 _partitioned.multiple_results = True
 
 

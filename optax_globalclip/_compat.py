@@ -11,6 +11,8 @@ from jax._src.lib import xla_client
 from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.sharding import AbstractMesh
 
+Primitive = core.Primitive  # jax.extend.core has it, but that import brings all of Pallas
+
 
 def result_aval(shape, dtype, operand_avals):
   """The type of a result that varies over the manual axes over which the operands vary."""

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from optax_globalclip import _compat, _leaves, _native, _reference
@@ -88,7 +87,7 @@ def _clip_results(*operands, stage, out_dtypes, divides, **options):
   return _norm_results(*operands, **options) + _scale_results(None, *operands[3:], out_dtypes=out_dtypes)
 
 
-def compile_when_run(primitive: Primitive) -> None:
+def compile_when_run(primitive: _compat.Primitive) -> None:
   """Has a primitive compiled where it is run outside of jit, and also where the functions around it are not compiled."""
   @functools.lru_cache(maxsize=None)
   def compiled(**params):
@@ -101,7 +100,7 @@ def compile_when_run(primitive: Primitive) -> None:
 
 
 def _define(name: str, run: Callable, results: Callable) -> Callable:
-  primitive = Primitive(name)
+  primitive = _compat.Primitive(name)
   primitive.multiple_results = True
 
   def abstract_eval(*avals, backend, **params):
