@@ -62,10 +62,9 @@ class Leaves:
 
   def rebuild(self, new: Sequence[Any], passed_through: Callable = lambda leaf: leaf) -> Any:
     """The tree with `new` in the places of `arrays`."""
-    out = [passed_through(leaf) for _, leaf in self._keyed]
-    for i, leaf in zip(self._counted, new, strict=True):
-      out[i] = leaf
-    return self._treedef.unflatten(out)
+    own = dict(zip(self._counted, new, strict=True))
+    return self._treedef.unflatten([own[i] if i in own else passed_through(leaf)
+                                    for i, (_, leaf) in enumerate(self._keyed)])
 
   def matching(self, other: Any, what: str) -> list[Any]:
     """The leaves of another tree at the same paths."""
@@ -85,8 +84,18 @@ class Leaves:
     return tuple(entries[i] for i in self._counted)
 
 
+def on_device(leaf: Any) -> Any:
+  """The leaf as an array in the device's memory, where JAX computes; what is in the host's (`pinned_host`) is copied."""
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    return leaf
+  array = jnp.asarray(leaf)
+  if jax.typeof(array).memory_space != jax.memory.Space.Host:
+    return array
+  return jax.device_put(array, jax.memory.Space.Device)
+
+
 def split_leaves(tree: Any) -> Leaves:
-  """The leaves of `tree` that count.
+  """The leaves of `tree` that count, in the memory of their devices.
 
   Raises:
     TypeError: for a leaf of a kind that neither counts nor passes through, with its path and dtype.
@@ -94,7 +103,7 @@ def split_leaves(tree: Any) -> Leaves:
   """
   keyed, treedef = jax.tree_util.tree_flatten_with_path(tree)
   counted = [i for i, (path, leaf) in enumerate(keyed) if counts("updates" + jax.tree_util.keystr(path), leaf)]
-  leaves = Leaves([jnp.asarray(keyed[i][1]) for i in counted], [keyed[i][0] for i in counted], keyed, treedef, counted)
+  leaves = Leaves([on_device(keyed[i][1]) for i in counted], [keyed[i][0] for i in counted], keyed, treedef, counted)
   _check_together(leaves)
   return leaves
 

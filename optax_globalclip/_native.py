@@ -103,8 +103,9 @@ _chosen_backend = jax.make_user_context(None)  # part of the key under which JAX
 def use_backend(backend: Backend) -> AbstractContextManager[None]:
   """A context manager within which every computation takes the path that is named, whatever the environment says.
 
-  JAX compiles a jitted function again where the path changes. OPTAX_GLOBALCLIP_BACKEND says the same for a whole
-  process; it is read whenever a function is traced, so set it before the first.
+  A jitted function is compiled again where the path changes. The environment variable OPTAX_GLOBALCLIP_BACKEND says the
+  same for a whole process. It is read whenever a function is traced, so set it before the first call: JAX does not see
+  the environment, and a function that is already jitted keeps its path when the variable changes.
 
   Args:
     backend: "native", "reference" or "auto", as for OPTAX_GLOBALCLIP_BACKEND.

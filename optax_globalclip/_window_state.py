@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_globalclip import _arguments, _clip, _monitor, _reference, _spikes, _thresholds
-from optax_globalclip._leaves import SUPPORTED, Leaves, dtype_of
+from optax_globalclip._leaves import SUPPORTED, Leaves, dtype_of, on_device
 from optax_globalclip._loss_scale import DynamicLossScale, HysteresisState, LossScaleState
 from optax_globalclip._monitor import ClipState
 from optax_globalclip._thresholds import ThresholdState
@@ -92,7 +92,7 @@ def _map_wide(function: Callable, params: Any) -> Any:
 def _widen(leaf: Any, dtype: np.dtype | None) -> Any:
   if dtype is None:
     return leaf
-  return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf, dtype)
+  return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(on_device(leaf), dtype)
 
 
 def widened(params: Any) -> Any:
@@ -102,7 +102,9 @@ def widened(params: Any) -> Any:
 
 def init(settings: Settings, params: Any) -> ClippedMultiStepsState:
   def accumulator(leaf, wide):
-    return jnp.zeros_like(leaf, dtype=settings.accumulator(wide)) if settings.accumulates and wide is not None else None
+    if not settings.accumulates or wide is None:
+      return None
+    return jnp.zeros_like(on_device(leaf), dtype=settings.accumulator(wide))
   inner_state = settings.inner.init(widened(params))
   dynamic = settings.dynamic
   return ClippedMultiStepsState(
