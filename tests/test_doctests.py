@@ -78,7 +78,8 @@ HOST_SECTIONS = [section for section in HOST_PAGE.read_text().split("\n## ") if 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_blocks_of_a_page_run_in_order(page):
+def test_the_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)  # for what a page writes
   run_in_order(page.stem, page.read_text())
 
 
