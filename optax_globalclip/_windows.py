@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import NamedSharding
 
 from optax_globalclip import _arguments, _clip, _monitor, _ops, _reference, _spikes, _thresholds, _window_state
 from optax_globalclip._arguments import is_zero, usable_scale, usable_weight
@@ -26,12 +27,28 @@ def _run_if(condition: jax.Array | bool, body: Callable, carry: Any) -> Any:
     return body(carry)
   def once(state):
     return jnp.zeros_like(condition), body(state[1])
-  return lax.while_loop(lambda state: state[0], once, (condition, carry))[1]
+  def loop(condition, carry):
+    return lax.while_loop(lambda state: state[0], once, (condition, carry))[1]
+  return _on_their_own_meshes(loop, carry)(condition, carry)
+
+
+def _on_their_own_meshes(function: Callable, like: Any) -> Callable:
+  """`function`, whose results outside of jit lie as the arrays `like`; JAX puts all on the mesh of the first operand."""
+  shardings = jax.tree.map(lambda x: None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None), like)
+  named = [sharding.mesh for sharding in jax.tree.leaves(shardings) if isinstance(sharding, NamedSharding)]
+  if len(set(named)) < 2:
+    return function
+  # The others are numbers, which may lie on any mesh.
+  return jax.jit(function, out_shardings=jax.tree.map(lambda x: x if isinstance(x, NamedSharding) else None, shardings))
+
+
+# Outside of jit JAX takes a result's mesh from the first operand: of a leaf and a number of another mesh, the leaf.
+_keep_if = jax.jit(lambda x, condition: jnp.where(condition, x, np.zeros((), x.dtype)), inline=True)
 
 
 def _if(condition: jax.Array, x: jax.Array) -> jax.Array:
   """`x` where the condition holds, else zeros: laid out as `x`, also where that is a constant to the tracer."""
-  return jnp.where(condition, x, np.zeros((), x.dtype))
+  return _keep_if(x, condition)
 
 
 def _check_boundary(boundary: Any) -> None:
