@@ -12,6 +12,7 @@ from optax_globalclip import (
   _ops,
   _placement,
   _reference,
+  _stacked,
   _thresholds,
 )
 from optax_globalclip._leaves import Leaves
@@ -232,6 +233,7 @@ def per_tensor_clip(
     monitor: bool | str = False,
     update_dtype=None,
     scale_stage: str = "auto",
+    stacked_axis: Any = None,
     axis_name: Any = None,
     mesh: Any = None,
     specs: Any = None,
@@ -251,6 +253,11 @@ def per_tensor_clip(
     monitor: as for `global_clip`; `global_norm` is still that of the whole tree, `clip_factor` the smallest of all.
     update_dtype: as for `global_clip`.
     scale_stage: as for `global_clip`.
+    stacked_axis: the axis along which leaves stack the parameters of several layers, as those of `flax.linen.scan` do:
+      an int, or a tree of ints and None that is a prefix of the updates, None for leaves that are not stacked. Each
+      slice is then clipped by its own norm, and is a leaf of its own to a rule and to `leaf_report`, as "w/0", "w/1".
+      This copies a stacked leaf twice: into its slices, and back into one array. The stacked axis of a leaf on an
+      Explicit mesh must not be sharded; on an Auto mesh XLA then moves the slices between devices.
     axis_name: as for `global_clip`.
     mesh: as for `global_clip`.
     specs: as for `global_clip`.
@@ -259,8 +266,9 @@ def per_tensor_clip(
     A transformation, as `global_clip`.
 
   Raises:
-    ValueError: as `global_clip`.
-    TypeError: as `global_clip`.
+    ValueError: as `global_clip`; a leaf without the stacked axis, or with a sharded one on an Explicit mesh;
+      `stacked_axis` with `axis_name` or `mesh`, and inside `shard_map` or `pmap`.
+    TypeError: as `global_clip`; a `stacked_axis` that is neither an int, nor None, nor a tree of those.
 
   Examples:
     >>> import jax.numpy as jnp, optax_globalclip as ogc
@@ -277,9 +285,20 @@ def per_tensor_clip(
     >>> updates, state = tx.update({"a": jnp.array([3.]), "b": jnp.array([3.])}, state)
     >>> updates["b"].tolist(), state.threshold.tolist()
     ([2.0], [6.0, 2.0])
+
+    Two layers in one leaf:
+
+    >>> tx = ogc.per_tensor_clip(1.0, stacked_axis=0)
+    >>> updates, _ = tx.update(jnp.array([[6., 8.], [0.5, 0.]]), tx.init(None))
+    >>> updates.tolist()
+    [[0.6000000238418579, 0.800000011920929], [0.5, 0.0]]
   """
-  return _make(True, max_norm, loss_scale=loss_scale, on_nonfinite=on_nonfinite, monitor=monitor,
-               update_dtype=update_dtype, scale_stage=scale_stage, axis_name=axis_name, mesh=mesh, specs=specs)
+  if stacked_axis is not None and (axis_name is not None or mesh is not None):
+    raise ValueError("stacked_axis: expected neither axis_name nor mesh with it, which do not say whether the stacked axis "
+                     "is sharded")
+  tx = _make(True, max_norm, loss_scale=loss_scale, on_nonfinite=on_nonfinite, monitor=monitor,
+             update_dtype=update_dtype, scale_stage=scale_stage, axis_name=axis_name, mesh=mesh, specs=specs)
+  return tx if stacked_axis is None else _stacked.by_slice(tx, stacked_axis)
 
 
 def clip_tree(

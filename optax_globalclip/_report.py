@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_globalclip import _auto, _leaves, _native, _ops
+from optax_globalclip import _auto, _leaves, _native, _ops, _stacked
 from optax_globalclip._loss_scale import SCALE_STATES, find_states, plain
 from optax_globalclip._monitor import ClipState, ElementMetrics
 from optax_globalclip._thresholds import ThresholdState
@@ -150,20 +150,24 @@ def _check_concrete(arrays: list[jax.Array]) -> None:
 _WITH_MONITOR = "global_clip, per_tensor_clip and clipped_multi_steps record leaves with monitor=True"
 
 
-def leaf_report(opt_state_or_tree: Any) -> LeafReport:
+def leaf_report(opt_state_or_tree: Any, *, stacked_axis: Any = None) -> LeafReport:
   """Which leaf made the gradient spike, or holds NaN or infinity.
 
   Args:
     opt_state_or_tree: an optimizer state with one `global_clip`, `per_tensor_clip` or `clipped_multi_steps` with
       `monitor=True` in it (`flax.nnx.Optimizer`'s included), which tells of the last update or window, from the pass
       that clipped it; or a tree of gradients, which is measured now. Concrete arrays, not traced ones.
+    stacked_axis: of a tree of gradients, the axis along which leaves stack the parameters of several layers: as for
+      `per_tensor_clip`. Each slice gets a row, "w/0", "w/1"; stacked leaves are copied into their slices first. (A
+      state tells of slices where `per_tensor_clip` was given the axis.)
 
   Returns:
     A `LeafReport`: its `rows` are `LeafRow(path, norm, share, nonfinite)`, one for each leaf that counts. A share is the
     leaf's part of the squared norm of all finite leaves, 0 where that is 0.
 
   Raises:
-    ValueError: for a state that records no leaves, or for several that do.
+    ValueError: for a state that records no leaves, or for several that do; for a state with `stacked_axis`; for a leaf
+      without the stacked axis, or with a sharded one on an Explicit mesh.
     TypeError: for a leaf of a dtype that `global_norm` does not know, naming its path; inside `jit`.
 
   Examples:
@@ -175,6 +179,9 @@ def leaf_report(opt_state_or_tree: Any) -> LeafReport:
     a              3    36.0%           0
   """
   states = find_states(opt_state_or_tree, ClipState)
+  if stacked_axis is not None and (states or _is_optimizer_state(opt_state_or_tree)):
+    raise ValueError("leaf_report: stacked_axis is for a tree of gradients; a state holds the slices of per_tensor_clip("
+                     "..., stacked_axis=..., monitor=True)")
   if states:
     recorded = [state.leaf_metrics for state in states if state.leaf_metrics is not None]
     if len(recorded) != 1:
@@ -190,8 +197,9 @@ def leaf_report(opt_state_or_tree: Any) -> LeafReport:
   elif _is_optimizer_state(opt_state_or_tree):
     raise ValueError(f"leaf_report: the optimizer state holds no monitored clip ({_WITH_MONITOR})")
   else:
-    leaves = _leaves.split_leaves(opt_state_or_tree)
-    _check_concrete(leaves.arrays)
+    tree = opt_state_or_tree
+    _check_concrete(jax.tree.leaves(tree))
+    leaves = _leaves.split_leaves(tree if stacked_axis is None else _stacked.split(tree, stacked_axis)[0])
     numbers = _ops.measure(leaves.arrays, leaf_norms=True)
     norms, nonfinite = np.asarray(numbers.norms)[1:], np.asarray(numbers.nonfinite)[1:]
     paths = _leaves.short_names(leaves.paths)
