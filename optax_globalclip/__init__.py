@@ -1,5 +1,6 @@
 """Global gradient-norm clipping for JAX: right in every dtype and at every magnitude, native on CPU and CUDA."""
 
+from optax_globalclip._adamw import clipped_adamw
 from optax_globalclip._clip import clip_tree, global_clip, per_tensor_clip
 from optax_globalclip._history import History
 from optax_globalclip._loss_scale import DynamicLossScale, LossScaleState, current_loss_scale
@@ -30,6 +31,7 @@ __all__ = [
     "backend_info",
     "clip_metrics",
     "clip_tree",
+    "clipped_adamw",
     "clipped_multi_steps",
     "current_loss_scale",
     "custom_call_targets",

@@ -128,20 +128,21 @@ def _on_infer(config: str, operand_shardings):
 
 
 def _result_shardings(options, of_leaves):
-  return [*[_compat.replicated()] * options.numbers, *(of_leaves if options.scales else ())]
+  return [*[_compat.replicated()] * options.numbers, *(of_leaves[i] for i in options.like(len(of_leaves)))]
 
 
 _compat.register_partitioner(TARGET, _on_partition, _on_infer)
 
 
 def _sharding_rule(options, operand_ranks: Sequence[int], result_ranks: Sequence[int]) -> SdyShardingRule:
-  """Every dimension of every leaf may be sharded in any way, and its scaled leaf then is likewise; numbers may not."""
+  """Every dimension of every leaf may be sharded in any way, and what is like it then is likewise; numbers may not."""
   ranks = operand_ranks[2:]
-  of_leaves = tuple(ArrayMapping(*(f"leaf{i}_{d}" for d in range(rank))) for i, rank in enumerate(ranks))
+  in_a_set = len(ranks) // options.sets
+  of_leaves = tuple(ArrayMapping(*(f"leaf{i % in_a_set}_{d}" for d in range(rank))) for i, rank in enumerate(ranks))
   numbers = tuple(ArrayMapping(*(f"number{i}_{d}" for d in range(rank)))
                   for i, rank in enumerate(result_ranks[:options.numbers]))
   given = tuple(ArrayMapping(*(f"given{i}_{d}" for d in range(rank))) for i, rank in enumerate(operand_ranks[:2]))
-  return SdyShardingRule((*given, *of_leaves), (*numbers, *(of_leaves if options.scales else ())),
+  return SdyShardingRule((*given, *of_leaves), (*numbers, *(of_leaves[i] for i in options.like(len(ranks)))),
                          need_replication_factors=tuple(factor for number in (*given, *numbers) for factor in number))
 
 
@@ -160,9 +161,10 @@ def _run(name, options, *args):
 @_partitioned.def_abstract_eval
 def _abstract_eval(*avals, name, options):
   del name
-  results = options.results(avals[2:])
+  leaves, results = avals[2:], options.results(avals[2:])
   # A leaf's type holds its mesh, of which JAX makes the sharding of a result.
-  scaled = [aval.update(dtype=x.dtype, weak_type=False) for aval, x in zip(avals[2:], results[options.numbers:])]
+  scaled = [leaves[i].update(dtype=x.dtype, weak_type=False)
+            for i, x in zip(options.like(len(leaves)), results[options.numbers:], strict=True)]
   return [_compat.result_aval(x.shape, x.dtype, avals) for x in results[:options.numbers]] + scaled
 
 

@@ -1,8 +1,10 @@
 """`global_clip`, `per_tensor_clip` and `clip_tree`: clipping by L2 norm as optax transformations, and by itself."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -53,22 +55,45 @@ def _reason(names: list[str], counts: np.ndarray, loss_scale, max_norm) -> str:
   return f"max_norm: expected a number that is not negative and not NaN, got {max_norm}"
 
 
-def _clip_leaves(updates, max_norm, loss_scale, state: ThresholdState = _thresholds.CONSTANT, *, on_nonfinite,
-                 update_dtype, where: Where, options: _ops.Options) -> tuple[Any, Clipped]:
-  """The clipped tree, and what was found."""
-  leaves, placement = placed_leaves(updates, *where)
+class Settings(NamedTuple):
+  """The arguments of a clip, checked."""
+  max_norm: Any
+  loss_scale: Any
+  on_nonfinite: str
+  monitor: bool | str
+  update_dtype: np.dtype | None
+  where: Where
+  options: _ops.Options
+
+  @property
+  def follows(self) -> bool:
+    return _thresholds.follows(self.max_norm)
+
+  @property
+  def skips(self) -> bool:
+    """Whether a bad update is to leave no trace: a step can see to that, a transformation in a chain can't."""
+    return self.on_nonfinite == "skip"
+
+  @property
+  def zeroes(self) -> bool:
+    return self.skips or POLICIES[self.on_nonfinite] == _reference.ZERO
+
+
+def clip_leaves(settings: Settings, leaves: Leaves, placement: _placement.Placement, loss_scale: Any,
+                state: ThresholdState = _thresholds.CONSTANT, *, scales: bool = True) -> Clipped:
+  """What was found, and with `scales` the clipped leaves."""
   scaled = loss_scale is not None
-  options = options._replace(
-      scales=True, on_nonfinite=POLICIES[on_nonfinite], divides=scaled,
-      leaf_norms=options.leaf_norms or on_nonfinite == "raise",
-      out_dtypes=tuple(_arguments.out_dtype(name, x, update_dtype, scaled)
+  options = settings.options._replace(
+      scales=scales, on_nonfinite=_reference.ZERO if settings.zeroes else _reference.PROPAGATE, divides=scaled,
+      leaf_norms=settings.options.leaf_norms or settings.on_nonfinite == "raise",
+      out_dtypes=tuple(_arguments.out_dtype(name, x, settings.update_dtype, scaled)
                        for name, x in zip(leaves.names, leaves.arrays)))
   loss_scale = _arguments.as_scalar(loss_scale if scaled else 1, np.float32)
-  clipped = _thresholds.clip(max_norm, state.rule_state, state.clip_count, leaves.arrays, loss_scale, options, placement,
-                             like=state.threshold)
-  if on_nonfinite == "raise":
+  clipped = _thresholds.clip(settings.max_norm, state.rule_state, state.clip_count, leaves.arrays, loss_scale, options,
+                             placement, like=state.threshold)
+  if settings.on_nonfinite == "raise":
     raise_if_bad(leaves, clipped.numbers, loss_scale, clipped.limit)
-  return leaves.rebuild(clipped.leaves), clipped
+  return clipped
 
 
 def _check_state(max_norm: Any, state: Any, monitor: bool | str) -> None:
@@ -85,48 +110,71 @@ def _check_state(max_norm: Any, state: Any, monitor: bool | str) -> None:
                     f"{type(clip_state).__name__}")
 
 
-def _make(per_leaf, max_norm, *, loss_scale, on_nonfinite, monitor, update_dtype, scale_stage, axis_name, mesh, specs):
+def check(max_norm, *, per_leaf=False, loss_scale, on_nonfinite, monitor, update_dtype, scale_stage, axis_name, mesh,
+          specs) -> Settings:
+  """The arguments of `global_clip`, or of a step, which may skip. Raises for those that are none."""
   _thresholds.check(max_norm, per_leaf=per_leaf)
   _arguments.check_choice("scale_stage", scale_stage, ("auto", "kernel", "xla"))
   _placement.check_placement(axis_name, mesh, specs)
   if loss_scale is not None:
     _arguments.check_loss_scale(loss_scale)
-  if on_nonfinite == "skip":
-    raise ValueError("on_nonfinite='skip': a transformation cannot keep the optimizer behind it from running; "
-                     "clipped_multi_steps(inner, max_norm) can")
-  _arguments.check_choice("on_nonfinite", on_nonfinite, POLICIES)
-  update_dtype = _arguments.check_dtype("update_dtype", update_dtype)
-  follows, monitor = _thresholds.follows(max_norm), _monitor.check(monitor)
+  _arguments.check_choice("on_nonfinite", on_nonfinite, ("skip", *POLICIES))
+  monitor = _monitor.check(monitor)
   options = _ops.Options(per_leaf=per_leaf, leaf_norms=bool(per_leaf or monitor), extremes=monitor is True,
                          stage=scale_stage)
-  static_loss_scale = loss_scale
+  return Settings(max_norm, loss_scale, on_nonfinite, monitor, _arguments.check_dtype("update_dtype", update_dtype),
+                  Where(axis_name, mesh, specs), options)
 
-  def init_fn(params):
-    clip_state = _monitor.init(params, monitor) if monitor else None
-    if follows:
-      return _thresholds.init(max_norm, params, per_leaf=per_leaf)._replace(clip_state=clip_state)
-    return clip_state if monitor else optax.EmptyState()
+
+def init(settings: Settings, params: Any) -> Any:
+  clip_state = _monitor.init(params, settings.monitor) if settings.monitor else None
+  if settings.follows:
+    first = _thresholds.init(settings.max_norm, params, per_leaf=settings.options.per_leaf)
+    return first._replace(clip_state=clip_state)
+  return clip_state if settings.monitor else optax.EmptyState()
+
+
+def read(settings: Settings, state: Any, loss_scale: Any) -> tuple[Any, ThresholdState]:
+  """The loss scale that is in force, and the state as a `ThresholdState`, whatever it is."""
+  _check_state(settings.max_norm, state, settings.monitor)
+  if loss_scale is None:
+    loss_scale = settings.loss_scale
+  else:
+    _arguments.check_loss_scale(loss_scale)
+  return loss_scale, state if settings.follows else _thresholds.CONSTANT._replace(clip_state=state)
+
+
+def record(settings: Settings, state: ThresholdState, clipped: Clipped) -> Any:
+  """The state after an update. Of one that was skipped only a monitor tells."""
+  clip_state = optax.EmptyState()
+  if settings.monitor:
+    clip_state = _monitor.record(state.clip_state, clipped.numbers, clipped.limit, zeroes=settings.zeroes,
+                                 skips=settings.skips)
+  if not settings.follows:
+    return clip_state
+  before, after = state._replace(clip_state=None), state._replace(
+      clip_count=optax.safe_increment(state.clip_count), rule_state=clipped.rule_state,
+      threshold=clipped.threshold.astype(state.threshold.dtype), clip_state=None)
+  if settings.skips:
+    bad = _reference.is_bad(clipped.numbers.ops)
+    after = jax.tree.map(lambda old, new: jnp.where(bad, old, new), before, after)
+  return after._replace(clip_state=clip_state if settings.monitor else None)
+
+
+def _make(per_leaf, max_norm, **arguments):
+  settings = check(max_norm, per_leaf=per_leaf, **arguments)
+  if settings.skips:
+    raise ValueError("on_nonfinite='skip': a transformation cannot keep the optimizer behind it from running; "
+                     "clipped_multi_steps(inner, max_norm) can, and clipped_adamw(...).step")
 
   def update_fn(updates, state, params=None, *, loss_scale=None, **extra):
     del params, extra
-    _check_state(max_norm, state, monitor)
-    if loss_scale is None:
-      loss_scale = static_loss_scale
-    else:
-      _arguments.check_loss_scale(loss_scale)
-    followed = state if follows else _thresholds.CONSTANT._replace(clip_state=state)
-    updates, clipped = _clip_leaves(updates, max_norm, loss_scale, followed, on_nonfinite=on_nonfinite,
-                                    update_dtype=update_dtype, where=Where(axis_name, mesh, specs), options=options)
-    clip_state = optax.EmptyState()
-    if monitor:
-      clip_state = _monitor.record(followed.clip_state, clipped.numbers, clipped.limit, zeroes=on_nonfinite == "zero")
-    if not follows:
-      return updates, clip_state
-    return updates, state._replace(
-        clip_count=optax.safe_increment(state.clip_count), rule_state=clipped.rule_state,
-        threshold=clipped.threshold.astype(state.threshold.dtype), clip_state=clip_state if monitor else None)
+    loss_scale, followed = read(settings, state, loss_scale)
+    leaves, placement = placed_leaves(updates, *settings.where)
+    clipped = clip_leaves(settings, leaves, placement, loss_scale, followed)
+    return leaves.rebuild(clipped.leaves), record(settings, followed, clipped)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return optax.GradientTransformationExtraArgs(functools.partial(init, settings), update_fn)
 
 
 def global_clip(
@@ -344,7 +392,8 @@ def clip_tree(
   _arguments.check_max_norm(max_norm)
   if isinstance(norm_type, jax.Array) or norm_type not in (2, 2.0):
     raise ValueError(f"norm_type: clip_tree clips by the L2 norm (norm_type=2) alone, got {norm_type!r}")
-  tree, clipped = _clip_leaves(tree, max_norm, None, on_nonfinite="raise" if error_if_nonfinite else "propagate",
-                               update_dtype=None, where=Where(axis_name, mesh, specs),
-                               options=_ops.Options(stage="kernel"))
-  return tree, clipped.numbers.norms[0]
+  settings = check(max_norm, loss_scale=None, on_nonfinite="raise" if error_if_nonfinite else "propagate", monitor=False,
+                   update_dtype=None, scale_stage="kernel", axis_name=axis_name, mesh=mesh, specs=specs)
+  leaves, placement = placed_leaves(tree, *settings.where)
+  clipped = clip_leaves(settings, leaves, placement, None)
+  return leaves.rebuild(clipped.leaves), clipped.numbers.norms[0]

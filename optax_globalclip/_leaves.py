@@ -56,6 +56,11 @@ class Leaves:
   _counted: list[int]
 
   @property
+  def counts_all(self) -> bool:
+    """Whether no leaf is left behind."""
+    return len(self.arrays) == len(self._keyed)
+
+  @property
   def names(self) -> list[str]:
     """As error messages name them: updates['a'][0]."""
     return ["updates" + jax.tree_util.keystr(path) for path in self.paths]

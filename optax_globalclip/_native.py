@@ -17,7 +17,7 @@ from optax_globalclip._leaves import norm_dtype
 from optax_globalclip._types import Backend
 
 PLATFORMS = ("cpu", "cuda")
-_TARGETS = ("norm", "scale", "clip")
+_TARGETS = ("norm", "scale", "clip", "adamw")
 _VERSION = 2
 _libraries: dict[str, ctypes.CDLL] = {}  # those in use, by platform
 
@@ -83,6 +83,9 @@ def load(platform: str) -> Status:
                            f"for {_cuda_version(driver)}: update the driver, or build with an older CUDA toolkit")
     library.optax_globalclip_workspace_bytes.restype = ctypes.c_int64
     library.optax_globalclip_workspace_bytes.argtypes = [ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)]
+  missing = [stage for stage in _TARGETS if not hasattr(library, target_name(stage, platform))]
+  if missing:
+    return Status(False, f"{path.name} is of another version, without {missing[0]}: build it again (BUILD.md says how)")
   _libraries[platform] = library
   for stage in _TARGETS:
     name = target_name(stage, platform)
@@ -178,6 +181,16 @@ def clip(platform, counted, max_norm, loss_scale, leaves, **attributes):
   call = jax.ffi.ffi_call(target_name("clip", platform), results + _like(leaves) + _workspace(platform, leaves),
                           input_output_aliases={i + 3: i + len(results) for i in range(len(leaves))})
   return tuple(call(counted, max_norm, loss_scale, *leaves, **_typed(attributes))[:len(results) + len(leaves)])
+
+
+def adamw(platform, op, coefficients, quarters, *, decays, skips):
+  """`[m, v, p]` after a step, each a list of arrays in place of its operands; `quarters` are the lists of g, m, v, p."""
+  leaves = [leaf for quarter in quarters for leaf in quarter]
+  n = len(quarters[0])
+  call = jax.ffi.ffi_call(target_name("adamw", platform), _like(leaves[n:]),
+                          input_output_aliases={2 + n + i: i for i in range(3 * n)})
+  out = call(op, coefficients, *leaves, decays=np.asarray(decays, np.int32), skips=skips)
+  return [out[i * n:(i + 1) * n] for i in range(3)]
 
 
 def norm_results(leaves: Sequence[jax.Array], *, per_leaf: bool, leaf_norms: bool, extremes: bool,

@@ -55,6 +55,12 @@ class Options(NamedTuple):
   def of_scale(self) -> dict[str, Any]:
     return dict(stage=self.stage, out_dtypes=tuple(map(jnp.dtype, self.out_dtypes)), divides=self.divides)
 
+  sets = 1  # of leaves among the operands that lie alike, one set after another
+
+  def like(self, count: int) -> range:
+    """Of `count` leaves those that the results behind the numbers are like, and lie like."""
+    return range(count if self.scales else 0)
+
   def to_json(self) -> list:
     return list(self)
 
@@ -288,6 +294,8 @@ def _function_at(options: Options, placement: Placement) -> Callable:
   @_vmap_one_by_one
   def run(rows, norms, max_norm, loss_scale, *leaves):
     ops = judge(rows, norms, max_norm, loss_scale)
+    if not options.scales:
+      return (ops,)
     return ops, *_sharding.on_each_device(scale_shards, options, placement, ops, loss_scale, *leaves)
 
   function = jax.custom_jvp(run)
@@ -320,7 +328,8 @@ def clip(leaves: Sequence[jax.Array], max_norm, loss_scale, options: Options,
 
 def clip_at(numbers: Numbers, max_norm, loss_scale, leaves: Sequence[jax.Array], options: Options,
             placement: Placement = Placement()) -> tuple[jax.Array, list[jax.Array]]:
-  """`(ops, clipped leaves)` for numbers that `clip` found with the same options: nothing is measured again.
+  """`(ops, clipped leaves)` for numbers that `clip` found with the same options: nothing is measured again. Without
+  `options.scales` the ops alone.
 
   `max_norm` is T[] or, with `options.per_leaf`, T[1 + n], of which the first is the tree's.
   """

@@ -20,7 +20,8 @@ from optax_globalclip._placement import Placement, axis_names, mesh_of
 def on_each_device(function: Callable, options, placement: Placement, max_norm, loss_scale, *leaves):
   """`function(options, layout, max_norm, loss_scale, *shards)` on every device: numbers, then what is like the leaves.
 
-  `options.numbers` is how many of the results are numbers; the same ones are on every device.
+  `options.numbers` is how many of the results are numbers; the same ones are on every device. `options.like` says which
+  leaves the others are like.
   """
   mesh = mesh_of(leaves)
   if placement.mesh is not None:
@@ -91,7 +92,7 @@ def _in_shard_map(function, options, mesh, specs, outer_axes, max_norm, loss_sca
   def run(max_norm, loss_scale, *shards):
     return function(options, _layout_of_axes(axes), max_norm, loss_scale, *shards)
   scalar = PartitionSpec()
-  out_specs = (*[scalar] * options.numbers, *(specs if options.scales else ()))
+  out_specs = (*[scalar] * options.numbers, *(specs[i] for i in options.like(len(leaves))))
   return jax.shard_map(run, mesh=mesh, in_specs=(scalar, scalar, *specs), out_specs=out_specs, check_vma=False,
                        **settings)(max_norm, loss_scale, *leaves)
 
