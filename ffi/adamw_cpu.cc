@@ -4,8 +4,6 @@
 // bits.
 #include "adamw_cpu.h"
 
-#include <type_traits>
-
 namespace globalclip {
 namespace {
 
@@ -29,20 +27,6 @@ void narrow(const T* from, int size, Out* to) {
   }
 }
 
-// `f(Tag{})` with the element type, of those that a step in T can have.
-template <class T, class F>
-void with_type(DType dtype, F f) {
-  if constexpr (std::is_same_v<T, double>) {
-    with_element_type(dtype, f);
-  } else {
-    switch (dtype) {
-      case DType::kF16: return f(F16{});
-      case DType::kBF16: return f(BF16{});
-      default: return f(float{});
-    }
-  }
-}
-
 // A run of elements of one array of a leaf as numbers of T: where it lies, or in a block of our own.
 template <class T>
 class Run {
@@ -55,13 +39,13 @@ class Run {
       return;
     }
     numbers_ = block_;
-    with_type<T>(dtype, [&](auto tag) { widen(static_cast<const decltype(tag)*>(memory_), size_, block_); });
+    with_step_type<T>(dtype, [&](auto tag) { widen(static_cast<const decltype(tag)*>(memory_), size_, block_); });
   }
   T* numbers() { return numbers_; }
   // Rounds the numbers back to where they came from.
   void put() {
     if (numbers_ == block_)
-      with_type<T>(dtype_, [&](auto tag) { narrow(block_, size_, static_cast<decltype(tag)*>(memory_)); });
+      with_step_type<T>(dtype_, [&](auto tag) { narrow(block_, size_, static_cast<decltype(tag)*>(memory_)); });
   }
 
  private:
@@ -82,9 +66,9 @@ void step_numbers(const T* __restrict g, T* __restrict m, T* __restrict v, T* __
   for (; i + kLine <= size; i += kLine) {
     for (const T* x : {g, static_cast<const T*>(m), static_cast<const T*>(v), static_cast<const T*>(p)})
       __builtin_prefetch(x + i + kPrefetch);
-    for (int j = i; j < i + kLine; ++j) adamw<kDecays>(change(g[j], by), with, m[j], v[j], p[j]);
+    for (int j = i; j < i + kLine; ++j) adamw(change(g[j], by), with, kDecays, m[j], v[j], p[j]);
   }
-  for (; i < size; ++i) adamw<kDecays>(change(g[i], by), with, m[i], v[i], p[i]);
+  for (; i < size; ++i) adamw(change(g[i], by), with, kDecays, m[i], v[i], p[i]);
 }
 
 template <class T>

@@ -12,10 +12,10 @@ const AdamwKernels& adamw_kernels() {
 }
 
 template <class T>
-void run_step(ffi::ThreadPool& pool, const std::vector<StepLeaf>& leaves, const StepOperands& operands) {
-  const ScaleOp<T>& op = *static_cast<const ScaleOp<T>*>(operands.op);
-  const Coefficients<T>& of = *static_cast<const Coefficients<T>*>(operands.coefficients);
-  if (operands.skips && op.kind() == Mode::kFill) return;
+void run_step(ffi::ThreadPool& pool, const std::vector<StepLeaf>& leaves, const StepNumbers& numbers) {
+  const ScaleOp<T>& op = *static_cast<const ScaleOp<T>*>(numbers.op);
+  const Coefficients<T>& of = *static_cast<const Coefficients<T>*>(numbers.coefficients);
+  if (numbers.skips && op.kind() == Mode::kFill) return;
   std::vector<int64_t> first_chunk{0};  // prefix sums over leaves
   int64_t elements = 0;
   for (const StepLeaf& leaf : leaves) {
@@ -41,11 +41,11 @@ ffi::Error AdamW(ffi::ThreadPool pool, ffi::AnyBuffer op, ffi::AnyBuffer coeffic
                  ffi::RemainingRets rets, ffi::Span<const int32_t> decays, bool skips) {
   std::vector<StepLeaf> leaves;
   std::vector<Apart> apart;
-  StepOperands operands{};
-  FFI_RETURN_IF_ERROR(bind_step(op, coefficients, args, rets, decays, skips, &leaves, &apart, &operands));
+  StepNumbers numbers{};
+  FFI_RETURN_IF_ERROR(bind_step(op, coefficients, args, rets, decays, skips, &leaves, &apart, &numbers));
   for (const Apart& x : apart) memcpy(x.to, x.from, x.bytes);
-  if (operands.dtype == DType::kF64) run_step<double>(pool, leaves, operands);
-  else run_step<float>(pool, leaves, operands);
+  if (numbers.dtype == DType::kF64) run_step<double>(pool, leaves, numbers);
+  else run_step<float>(pool, leaves, numbers);
   return ffi::Error::Success();
 }
 

@@ -11,13 +11,6 @@
 
 namespace globalclip {
 
-struct StepOperands {
-  const void* op;
-  const void* coefficients;
-  DType dtype;  // T
-  bool skips;
-};
-
 // A result that is not the same memory as its operand.
 struct Apart {
   void* to;
@@ -38,18 +31,18 @@ static inline ffi::Error bind_real(const ffi::AnyBuffer& buffer, const std::stri
 static inline ffi::Error bind_step(const ffi::AnyBuffer& op, const ffi::AnyBuffer& coefficients,
                                    const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                                    ffi::Span<const int32_t> decays, bool skips, std::vector<StepLeaf>* leaves,
-                                   std::vector<Apart>* apart, StepOperands* operands) {
+                                   std::vector<Apart>* apart, StepNumbers* numbers) {
   const size_t n = decays.size();
   if (args.size() != 4 * n || rets.size() != 3 * n)
     return invalid("adamw", "operands and results", std::to_string(4 * n) + " and " + std::to_string(3 * n),
                    std::to_string(args.size()) + " and " + std::to_string(rets.size()));
   leaves->resize(n);
-  operands->dtype = op.element_type() == ffi::DataType::F64 ? DType::kF64 : DType::kF32;
-  operands->op = op.untyped_data();
-  operands->coefficients = coefficients.untyped_data();
-  operands->skips = skips;
-  FFI_RETURN_IF_ERROR(check("adamw", "op", op, ffi_type(operands->dtype), 3));
-  FFI_RETURN_IF_ERROR(check("adamw", "coefficients", coefficients, ffi_type(operands->dtype), kCoefficients));
+  numbers->dtype = op.element_type() == ffi::DataType::F64 ? DType::kF64 : DType::kF32;
+  numbers->op = op.untyped_data();
+  numbers->coefficients = coefficients.untyped_data();
+  numbers->skips = skips;
+  FFI_RETURN_IF_ERROR(check("adamw", "op", op, ffi_type(numbers->dtype), 3));
+  FFI_RETURN_IF_ERROR(check("adamw", "coefficients", coefficients, ffi_type(numbers->dtype), kCoefficients));
   for (size_t i = 0; i < n; ++i) {
     StepLeaf& leaf = (*leaves)[i];
     const ffi::AnyBuffer g = *args.get<ffi::AnyBuffer>(i);
@@ -67,7 +60,7 @@ static inline ffi::Error bind_step(const ffi::AnyBuffer& op, const ffi::AnyBuffe
       if (*places[j] != operand.untyped_data())
         apart->push_back({*places[j], operand.untyped_data(), leaf.size * element_bytes(*types[j])});
     }
-    if (operands->dtype == DType::kF32)
+    if (numbers->dtype == DType::kF32)
       for (DType type : {leaf.g_type, leaf.m_type, leaf.v_type, leaf.p_type})
         if (type == DType::kF64) return invalid("adamw", "op", "float64 beside a float64 leaf", describe(op));
   }

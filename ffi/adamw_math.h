@@ -4,6 +4,8 @@
 // narrower one through the linker.
 #pragma once
 
+#include <type_traits>
+
 #include "clip_math.h"
 
 namespace globalclip {
@@ -28,10 +30,32 @@ struct StepLeaf {
   bool decays;
 };
 
+// The numbers of one step, where they lie in memory.
+struct StepNumbers {
+  const void* op;            // ScaleOp<T>
+  const void* coefficients;  // Coefficients<T>
+  DType dtype;               // T
+  bool skips;                // whether a bad update leaves all as it is
+};
+
 // Elements of one piece of work.
 constexpr int64_t kStepChunk = 16 * 1024;
 
 static inline OGC_HOST_DEVICE int64_t step_chunks(int64_t size) { return (size + kStepChunk - 1) / kStepChunk; }
+
+// `f(Tag{})` with the element type, of those that a step in T can have.
+template <class T, class F>
+static inline OGC_HOST_DEVICE auto with_step_type(DType dtype, F f) {
+  if constexpr (std::is_same_v<T, double>) {
+    return with_element_type(dtype, f);
+  } else {
+    switch (dtype) {
+      case DType::kF16: return f(F16{});
+      case DType::kBF16: return f(BF16{});
+      default: return f(float{});
+    }
+  }
+}
 
 // What the op makes of a gradient, in T: unclipped, to be unscaled or clipped, to be divided, or bad and replaced.
 struct KeepGradient {
@@ -62,13 +86,16 @@ static inline OGC_HOST_DEVICE void with_gradient_change(Mode mode, F f) {
   }
 }
 
+static inline OGC_HOST_DEVICE float square_root(float x) { return sqrtf(x); }
+static inline OGC_HOST_DEVICE double square_root(double x) { return sqrt(x); }
+
 // m, v and p after a step of gradient g, each term rounded once.
-template <bool kDecays, class T>
-static inline OGC_HOST_DEVICE void adamw(T g, const Coefficients<T>& of, T& m, T& v, T& p) {
+template <class T>
+static inline OGC_HOST_DEVICE void adamw(T g, const Coefficients<T>& of, bool decays, T& m, T& v, T& p) {
   m = of.b1 * m + of.one_minus_b1 * g;
   v = of.b2 * v + of.one_minus_b2 * (g * g);
-  T update = m / of.correction1 / (std::sqrt(v / of.correction2 + of.eps_root) + of.eps);
-  if (kDecays) update += of.weight_decay * p;
+  T update = m / of.correction1 / (square_root(v / of.correction2 + of.eps_root) + of.eps);
+  if (decays) update += of.weight_decay * p;
   p -= of.learning_rate * update;
 }
 

@@ -82,18 +82,20 @@ def _compiled(name: str, inputs: list[pathlib.Path], make, by: str = "") -> path
 
 
 def ffi_library() -> pathlib.Path:
-  """kernels_cuda.cu and handlers_cuda.cc as a library whose targets run on the CPU."""
-  handlers, kernels = SOURCES / "handlers_cuda.cc", SOURCES / "kernels_cuda.cu"
+  """The kernels and handlers for CUDA as a library whose targets run on the CPU."""
+  handlers = [SOURCES / name for name in ("handlers_cuda.cc", "adamw_handler_cuda.cc")]
+  kernels = [SOURCES / name for name in ("kernels_cuda.cu", "adamw_cuda.cu")]
 
   def make(path):
     flags = [*COMMON, "-fPIC", "-fvisibility=hidden", "-isystem", str(cuda_include()),
              "-isystem", jax.ffi.include_dir()]
-    objects = [str(path.with_suffix(suffix)) for suffix in (".kernels.o", ".handlers.o")]
-    _run(["g++", *flags, "-O2", "-x", "c++", "-c", str(kernels), "-o", objects[0]])
-    _run(["g++", *flags, "-O1", "-include", str(FOLDER / "ffi_on_cpu.h"), "-c", str(handlers), "-o", objects[1]])
+    objects = [str(path.with_suffix(f".{source.stem}.o")) for source in [*kernels, *handlers]]
+    for source, made in zip([*kernels, *handlers], objects):
+      how = ["-O2", "-x", "c++"] if source in kernels else ["-O1", "-include", str(FOLDER / "ffi_on_cpu.h")]
+      _run(["g++", *flags, *how, "-c", str(source), "-o", made])
     _run(["g++", "-shared", *objects, "-o", str(path), "-pthread", "-Wl,--no-undefined"])
 
-  return _compiled("cuda_on_cpu.so", [handlers, kernels], make)
+  return _compiled("cuda_on_cpu.so", [*handlers, *kernels], make)
 
 
 def check_program(name: str, flags: list[str], kernels: pathlib.Path = SOURCES / "kernels_cuda.cu") -> pathlib.Path:

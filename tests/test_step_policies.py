@@ -1,0 +1,129 @@
+"""What does a fused step do with a bad update: leave no trace, be loud, or go on with zeros?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax_globalclip as ogc
+import oracle
+import pytest
+
+NAN, INF = np.nan, np.inf
+PARAMS = {"a": jnp.asarray([1.0, -2.0, 3.0]), "b": jnp.asarray([0.5, 0.25], jnp.bfloat16)}
+GRADS = {"a": jnp.asarray([0.5, 1.0, -1.0]), "b": jnp.asarray([2.0, -1.0], jnp.bfloat16)}
+BAD = {"nan": {"a": NAN}, "inf": {"a": INF}, "-inf": {"b": -INF}, "inf and -inf": {"a": INF, "b": -INF},
+       "nan in a half": {"b": NAN}}
+BAD_NUMBERS = {"scale nan": dict(loss_scale=NAN), "scale 0": dict(loss_scale=0.0), "subnormal scale": dict(loss_scale=1e-40)}
+
+
+def with_elements(elements):
+  return {name: leaf.at[1].set(elements[name]) if name in elements else leaf for name, leaf in GRADS.items()}
+
+
+class Run:
+  def __init__(self, on_nonfinite, max_norm=1.0, **options):
+    self.tx = ogc.clipped_adamw(lambda count: 0.1 / (1 + count.astype(jnp.float32)), max_norm, weight_decay=0.5,
+                                on_nonfinite=on_nonfinite, **options)
+    self.params, self.state = PARAMS, self.tx.init(PARAMS)
+    self.step = jax.jit(lambda params, state, grads, scale: self.tx.step(grads, state, params, loss_scale=scale))
+
+  def __call__(self, grads=GRADS, loss_scale=1.0):
+    self.params, self.state = self.step(self.params, self.state, grads, np.float32(loss_scale))
+    return self
+
+  @property
+  def kept(self):
+    return self.params, self.state
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("bad", [*BAD, *BAD_NUMBERS])
+def test_a_skip_leaves_parameters_and_state_bit_for_bit_counts_included(path, bad, donated):
+  run = Run("skip")
+  if donated:
+    run.params, run.state = jax.tree.map(jnp.copy, run.kept)
+    run.step = jax.jit(run.step, donate_argnums=(0, 1))
+  run()
+  before = jax.tree.map(np.array, run.kept)
+  run(with_elements(BAD.get(bad, {})), **BAD_NUMBERS.get(bad, {}))
+  assert oracle.same_bits(jax.tree.map(np.array, run.kept), before)
+  assert oracle.same_bits(run().kept, Run("skip")()().kept)
+
+
+def test_a_skip_keeps_bits_that_no_arithmetic_would(path):
+  run = Run("skip")
+  odd = np.array([1e-40, -0.0, 1.0], np.float32)
+  run.params = {"a": jnp.asarray(odd), "b": PARAMS["b"]}
+  before = jax.tree.map(np.array, run.kept)
+  assert oracle.same_bits(jax.tree.map(np.array, run({"a": jnp.full(3, NAN), "b": GRADS["b"]}).kept), before)
+
+
+@pytest.mark.parametrize("max_norm", [NAN, -1.0])
+def test_a_traced_threshold_that_cannot_be_used_skips(path, max_norm):
+  @jax.jit
+  def step(max_norm):
+    tx = ogc.clipped_adamw(0.1, max_norm, on_nonfinite="skip")
+    state = tx.init(PARAMS)
+    return state, tx.step(GRADS, state, PARAMS)
+  state, (params, after) = step(np.float32(max_norm))
+  assert oracle.same_bits((params, after), (PARAMS, state))
+
+
+@pytest.mark.parametrize("bad", [*BAD, *BAD_NUMBERS])
+def test_propagate_makes_every_moment_and_parameter_nan(path, bad):
+  run = Run("propagate")()(with_elements(BAD.get(bad, {})), **BAD_NUMBERS.get(bad, {}))
+  _, (adam, _, rate) = run.state
+  for leaf in jax.tree.leaves((run.params, adam.mu, adam.nu)):
+    assert np.all(np.isnan(oracle.real_elements(leaf)))
+  assert adam.count == rate.count == 2
+
+
+@pytest.mark.parametrize("bad", [*BAD, *BAD_NUMBERS])
+def test_zero_steps_on_with_zero_gradients(path, bad):
+  run, want = Run("zero"), Run("zero")
+  run()(with_elements(BAD.get(bad, {})), **BAD_NUMBERS.get(bad, {}))
+  want()(jax.tree.map(jnp.zeros_like, GRADS))
+  assert oracle.same_bits(run.kept, want.kept)
+
+
+def test_raise_names_the_leaf(path):
+  with pytest.raises(jax.errors.JaxRuntimeError, match=r"updates\['b'\] \(1 elements\)"):
+    jax.block_until_ready(Run("raise")(with_elements({"b": INF})).kept)
+  assert np.all(np.isfinite(Run("raise")().params["a"]))
+
+
+def test_a_monitor_tells_of_what_was_skipped(path):
+  run = Run("skip", monitor=True)
+  run()(with_elements({"b": NAN}))
+  metrics = {name: float(value) for name, value in ogc.clip_metrics(run.state).items()}
+  assert (metrics["steps"], metrics["nonfinite_steps"], metrics["consecutive_nonfinite"]) == (2, 1, 1)
+  assert metrics["global_norm"] == INF and metrics["clip_factor"] == 0
+  assert ogc.leaf_report(run.state).rows[0][::3] == ("b", 1)
+  run()
+  metrics = {name: float(value) for name, value in ogc.clip_metrics(run.state).items()}
+  assert metrics["global_norm"] == pytest.approx(np.sqrt(7.25)) and metrics["consecutive_nonfinite"] == 0
+  assert metrics["clipped_steps"] == 2
+  assert run.state[1][0].count == 2
+
+
+@pytest.mark.parametrize("policy", ["skip", "zero", "propagate"])
+def test_what_goes_the_plain_way_is_judged_alike(path, standard_promotion, policy):
+  def kept(nesterov, elements):
+    run = Run(policy, nesterov=nesterov)
+    run()
+    before = jax.tree.map(np.array, run.kept)
+    return before, jax.tree.map(np.array, run(with_elements(elements)).kept)
+  for elements in BAD.values():
+    before, plain = kept(True, elements)
+    _, fused = kept(False, elements)
+    if policy == "skip":
+      assert oracle.same_bits(plain, before)
+    finite = [[bool(np.all(np.isfinite(oracle.real_elements(x)))) for x in jax.tree.leaves(tree)] for tree in (plain, fused)]
+    assert finite[0] == finite[1]
+
+
+def test_nothing_of_it_talks_to_the_host(path):
+  run = Run("skip", monitor=True)
+  given = jax.device_put((run.params, run.state, GRADS, np.float32(1)))
+  run.step(*given)
+  with jax.transfer_guard("disallow"):
+    run.step(*given)
