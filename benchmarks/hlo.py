@@ -51,14 +51,14 @@ def measure(text):
         continue
       total["launches"] += 1
       ours = re.search(r'custom_call_target="optax_globalclip_(\w+)_cuda_v2"', attributes)
-      total["kernels"] += {"norm": 2, "scale": 1, "clip": 3}[ours.group(1)] if ours else 1
+      total["kernels"] += {"norm": 2, "scale": 1, "clip": 3, "adamw": 1}[ours.group(1)] if ours else 1
       total["custom_calls"] += bool(ours)
       if opcode in ("copy", "copy-start"):
         total["copies"] += 1
         total["copied_mb"] += sum(operands) / 1e6
       read = sum(operands) / 1e6
-      once, again = {"norm": (1, 0), "scale": (0, 2), "clip": (1, 2)}[ours.group(1)] if ours else (1, 0)
-      written = 0 if ours else result / 1e6
+      once, again = {"norm": (1, 0), "scale": (0, 2), "clip": (1, 2), "adamw": (1, 0)}[ours.group(1)] if ours else (1, 0)
+      written = 0 if ours and ours.group(1) != "adamw" else result / 1e6
       total["mb_unclipped"] += once * read + written
       total["mb_clipped"] += (once + again) * read + written
   walk(entry)

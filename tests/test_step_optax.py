@@ -59,7 +59,8 @@ def check_close(got, want, rtol=2e-5, atol=2e-6):
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     assert a.dtype == b.dtype
     far = 2.0**-7 if a.dtype == jnp.bfloat16 else rtol
-    np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=far, atol=atol)
+    kind = np.complex64 if jnp.iscomplexobj(a) else np.float32
+    np.testing.assert_allclose(np.asarray(a, kind), np.asarray(b, kind), rtol=far, atol=atol)
 
 
 @pytest.mark.parametrize("rate, options, clip", [
