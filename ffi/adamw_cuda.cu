@@ -40,7 +40,7 @@ __device__ __forceinline__ void store_raw(void* data, DType dtype, int64_t at, c
     reinterpret_cast<uint4*>(to)[0] = raw.low;
     reinterpret_cast<uint4*>(to)[1] = raw.high;
   } else {
-    *reinterpret_cast<uint2*>(to) = make_uint2(raw.low.x, raw.low.y);
+    *reinterpret_cast<uint2*>(to) = uint2{raw.low.x, raw.low.y};
   }
 }
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void decode(const Raw<T>& raw, DType dtype, T (&x)[kE
   const auto each = [&](auto four) {
     for (int i = 0; i < kElements; ++i) x[i] = widened<T>(four.x[i]);
   };
-  const uint2 halves = make_uint2(raw.low.x, raw.low.y);
+  const uint2 halves = uint2{raw.low.x, raw.low.y};
   if (dtype == DType::kF32) each(bit_cast<Four<float>>(raw.low));
   else if (dtype == DType::kBF16) each(bit_cast<Four<BF16>>(halves));
   else if (dtype == DType::kF16) each(bit_cast<Four<F16>>(halves));

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.native_cases
 MODULES = [importlib.import_module(name) for name in (
     "test_cases_numerics", "test_cases_nonfinite", "test_cases_shapes", "test_cases_loss_scale",
     "test_cases_windows", "test_clip_loss_scale", "test_property_clip", "test_property_norm", "test_leaf_report",
-    "test_monitor", "test_raise", "test_determinism")]
+    "test_monitor", "test_raise", "test_determinism", "test_step_numerics", "test_step_policies")]
 
 LEFT_OUT = {
     "is about the reference path": [

@@ -98,12 +98,13 @@ def ffi_library() -> pathlib.Path:
   return _compiled("cuda_on_cpu.so", [*handlers, *kernels], make)
 
 
-def check_program(name: str, flags: list[str], kernels: pathlib.Path = SOURCES / "kernels_cuda.cu") -> pathlib.Path:
-  """check.cc with the kernels, as a program."""
+def check_program(name: str, flags: list[str], kernels: pathlib.Path = SOURCES / "kernels_cuda.cu",
+                  check: str = "check.cc") -> pathlib.Path:
+  """check.cc, or another, with the kernels, as a program."""
   def make(path):
     _run(["g++", *COMMON, "-O1", "-g", *flags, "-isystem", str(cuda_include()), "-I", str(SOURCES), "-x", "c++",
-          str(kernels), str(FOLDER / "check.cc"), "-o", str(path)])
-  return _compiled(name, [kernels], make, by=" ".join(flags))
+          str(kernels), str(FOLDER / check), "-o", str(path)])
+  return _compiled(name, [kernels], make, by=" ".join([check, *flags]))
 
 
 @functools.cache
