@@ -67,8 +67,9 @@ SPECS = {"a": P("x", "y"), "b": P(), "c": P(None, "x")}
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["Auto", "Explicit"])
 def test_no_gradient_moves_and_what_was_donated_is_written_in_place(kind):
   mesh = sharded.make_mesh(kind)
-  values = {"a": jnp.ones((512, 128)), "b": jnp.ones(3), "c": jnp.ones((4, 64))}
-  grads, params = (sharded.put(values, mesh, SPECS) for _ in range(2))
+  shapes = {"a": (512, 128), "b": (3,), "c": (4, 64)}
+  grads, params = (sharded.put({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, mesh, SPECS)
+                   for _ in range(2))
   tx = ogc.clipped_adamw(RATE, 1.0)
   state = tx.init(params)
   compiled = jax.jit(lambda params, state, grads: tx.step(grads, state, params), donate_argnums=(0, 1)).lower(
