@@ -13,7 +13,6 @@ from optax_globalclip._clip import global_clip
 from optax_globalclip._fused_step import Coefficients
 from optax_globalclip._leaves import Leaves, dtype_of
 from optax_globalclip._norm import placed_leaves
-from optax_globalclip._thresholds import Clipped
 
 _REAL = ("float16", "bfloat16", "float32", "float64")
 
@@ -141,15 +140,14 @@ def _kept_if(condition, old: Any, new: Any) -> Any:
   return jax.tree.map(lambda x, y: jnp.where(condition, x, y), old, new)
 
 
-def fused_step(adamw: AdamW, state: AdamWState, leaves: Leaves, operands: Operands, clipped: Clipped, placement, *,
-               zeroes: bool, skips: bool, divides: bool) -> tuple[Any, tuple]:
-  """`(params, state)` by the kernel, for gradients whose clip was judged; where it skips counts stay too."""
+def fused_step(adamw: AdamW, state: AdamWState, leaves: Leaves, grads: list[jax.Array], operands: Operands,
+               ops: jax.Array, placement, *, zeroes: bool, skips: bool, divides: bool) -> tuple[Any, tuple]:
+  """`(params, state)` by the kernel, for gradients that were judged; where it skips counts stay too."""
   mu, nu, params = _fused_step.step(
-      clipped.numbers.ops, adamw.coefficients(state), leaves.arrays, operands.mu, operands.nu, operands.params, placement,
-      decays=operands.decays, zeroes=zeroes, skips=skips, divides=divides)
+      ops, adamw.coefficients(state), grads, operands.mu, operands.nu, operands.params, placement, decays=operands.decays, zeroes=zeroes, skips=skips, divides=divides)
   adam, *counts = state.after(leaves.rebuild(mu), leaves.rebuild(nu))
   if skips:
-    bad = _reference.is_bad(clipped.numbers.ops)
+    bad = _reference.is_bad(ops)
     adam = adam._replace(count=jnp.where(bad, state.adam.count, adam.count))
     counts = _kept_if(bad, [state.decay, state.rate], counts)
   return leaves.rebuild(params), (adam, *counts)
@@ -178,7 +176,7 @@ def _step(settings: Settings, grads: Any, state: Any, params: Any, *, loss_scale
     if clip.skips:
       params, after = _kept_if(_reference.is_bad(clipped.numbers.ops), before, (params, after))
   else:
-    params, after = fused_step(adamw, adamw_state, leaves, operands, clipped, placement, zeroes=clip.zeroes,
+    params, after = fused_step(adamw, adamw_state, leaves, leaves.arrays, operands, clipped.numbers.ops, placement, zeroes=clip.zeroes,
                                skips=clip.skips, divides=loss_scale is not None)
   return params, (_clip.record(clip, followed, clipped), after)
 

@@ -9,6 +9,8 @@ import numpy as np
 import optax
 
 from optax_globalclip import _arguments, _clip, _loss_scale, _monitor, _placement, _thresholds, _window_state, _windows
+from optax_globalclip._adamw import SteppedTransformation
+from optax_globalclip._arguments import to_float
 from optax_globalclip._loss_scale import DynamicLossScale
 from optax_globalclip._spikes import SpikeRule
 from optax_globalclip._window_state import ClippedMultiStepsState
@@ -97,8 +99,11 @@ def clipped_multi_steps(
 
     The state's `clip_state` is a `ClipState`; with a schedule, a rule or `skip_spikes` a `ThresholdState` that holds one.
 
+    Around a `clipped_adamw(learning_rate, inf, ...)` it has a `step(grads, state, params, **extra)` too: `update` and
+    `optax.apply_updates` in one, where a window ends in one pass over accumulators, moments and parameters.
+
   Raises:
-    ValueError: as `global_clip`; an `every_k` below 1; updates of another structure or shape than the parameters'; a
+    ValueError: as `global_clip`; an `every_k` below 1; a `clipped_adamw` that would clip again; updates of another structure or shape than the parameters'; a
       state made with another kind of `max_norm`, `skip_spikes` or `monitor`, or with an `every_k` of 1 where it is not
       now, or the other way round.
     TypeError: as `global_clip`; an `inner` that is no transformation; an `every_k` that is neither an int nor a
@@ -138,8 +143,14 @@ def clipped_multi_steps(
       update_dtype=_arguments.check_dtype("update_dtype", update_dtype),
       accumulator_dtype=_arguments.check_dtype("accumulator_dtype", accumulator_dtype, _ACCUMULATORS),
       where=_clip.Where(axis_name, mesh, specs))
-  return optax.GradientTransformationExtraArgs(functools.partial(_window_state.init, settings),
-                                                functools.partial(_windows.update, settings))
+  functions = [functools.partial(function, settings) for function in (_window_state.init, _windows.update)]
+  if not isinstance(inner, SteppedTransformation):
+    return optax.GradientTransformationExtraArgs(*functions)
+  threshold = inner.settings.clip.max_norm
+  if _thresholds.follows(threshold) or isinstance(threshold, jax.Array) or to_float(threshold) != np.inf:
+    raise ValueError("inner: the window is clipped already, and a clipped_adamw would clip it again: expected one with "
+                     f"max_norm=inf, got {threshold!r}")
+  return SteppedTransformation(*functions, functools.partial(_windows.step, settings))
 
 
 def has_updated(opt_state: Any) -> jax.Array:

@@ -1,5 +1,6 @@
 """What a window of micro-batches does: accumulate, judge and clip, run the optimizer, record."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,10 +11,11 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from optax_globalclip import _arguments, _clip, _monitor, _ops, _reference, _spikes, _thresholds, _window_state
+from optax_globalclip import _adamw, _arguments, _clip, _monitor, _ops, _reference, _spikes, _thresholds, _window_state
 from optax_globalclip._arguments import is_zero, usable_scale, usable_weight
-from optax_globalclip._leaves import Leaves, dtype_of
+from optax_globalclip._leaves import Leaves, dtype_of, split_leaves
 from optax_globalclip._norm import placed_leaves
+from optax_globalclip._placement import Placement
 from optax_globalclip._thresholds import ThresholdState
 from optax_globalclip._window_state import POLICIES, ClippedMultiStepsState, Settings
 
@@ -57,38 +59,89 @@ def _check_boundary(boundary: Any) -> None:
     raise TypeError(f"boundary: expected a bool or a bool scalar, got {got}")
 
 
-def update(settings: Settings, updates, state, params=None, *, loss_scale=None, weight=None, boundary=None, **extra):
+def update(settings: Settings, updates, state, params=None, **extra):
+  begun = _begin(settings, updates, state, params, **extra)
+  leaves, wide = begun.leaves, begun.wide
+  out_dtypes = _window_state.out_dtypes(leaves, wide, params, settings.update_dtype)
+
+  def run_inner(clipped, carry):
+    _, inner_state = carry
+    new, after = settings.inner.update(leaves.rebuild(clipped.leaves), inner_state, _window_state.widened(params),
+                                       **begun.extra)
+    new = [x.astype(dtype) for x, dtype in zip(leaves.matching(new, "updates of inner"), wide)]
+    return new, jax.tree.map(lambda x, before: jnp.asarray(x, before.dtype), after, inner_state)
+
+  closed = _close(settings, state, begun, state.inner_state, run_inner)
+  out = [_if(closed.runs, x).astype(dtype) for x, dtype in zip(closed.buffers, out_dtypes)]
+  def passed_through(leaf):
+    return leaf if dtype_of(leaf) == jax.dtypes.float0 else _if(closed.runs, jnp.asarray(leaf))
+  return leaves.rebuild(out, passed_through), _end(settings, state, begun, closed, closed.kept)
+
+
+def step(settings: Settings, grads, state, params, **extra):
+  """`(params, state)`: the optimizer, a `clipped_adamw`, works on the accumulators in place where the window ends."""
+  inner = settings.inner.settings
+  adamw_state = _adamw.AdamWState.of(state.inner_state[1]) if isinstance(state, ClippedMultiStepsState) else None
+  operands = None
+  if adamw_state and not (inner.clip.monitor or inner.clip.update_dtype or inner.clip.loss_scale is not None
+                          or settings.update_dtype):
+    operands = _adamw.find_operands(inner.adamw, split_leaves(grads), grads, adamw_state, params)
+  if operands is None:
+    updates, after = update(settings, grads, state, params, **extra)
+    moved = optax.apply_updates(params, updates)
+    return jax.tree.map(lambda new, old: jnp.where(after.updated, new, old), moved, params), after
+  begun = _begin(settings, grads, state, params, **extra)
+
+  def run_inner(clipped, carry):
+    accumulators, (adamw_state, params) = carry
+    own = operands._replace(mu=jax.tree.leaves(adamw_state.adam.mu), nu=jax.tree.leaves(adamw_state.adam.nu), params=params)
+    params, after = _adamw.fused_step(inner.adamw, adamw_state, begun.leaves, accumulators, own, clipped.numbers.ops,
+                                      begun.placement, zeroes=settings.zeroes, skips=False, divides=begun.divides)
+    return accumulators, (_adamw.AdamWState(*after), jax.tree.leaves(params))
+
+  closed = _close(settings, state, begun, (adamw_state, operands.params), run_inner, scales=False)
+  after, params = closed.kept
+  return begun.leaves.rebuild(params), _end(settings, state, begun, closed, (state.inner_state[0], tuple(after)))
+
+
+class _Begun(NamedTuple):
+  """A micro-batch, read and added to its window."""
+  leaves: Leaves
+  placement: Placement
+  wide: list[np.dtype]       # in which gradients reach the optimizer
+  followed: ThresholdState
+  window: "_Window"
+  divides: bool              # whether there is a divisor
+  value: jax.Array | None    # the mean loss of the window so far, where it is judged,
+  value_sum: jax.Array | None  # and the sum that it is made from
+  extra: dict[str, Any]      # for the optimizer
+
+
+def _begin(settings: Settings, updates, state, params, *, loss_scale=None, weight=None, boundary=None, **extra) -> _Begun:
   leaves, placement = placed_leaves(updates, *settings.where)
   _window_state.check_state(settings, state, leaves)
   wide = _window_state.wide_dtypes(leaves, _window_state.like(settings, state, params))
-  out_dtypes = _window_state.out_dtypes(leaves, wide, params, settings.update_dtype)
   if boundary is not None:
     _check_boundary(boundary)
   scale, weight = _read_scale(settings, state, loss_scale), _read_weight(weight)
   window = _accumulate(settings, leaves, state, scale, weight, boundary, wide)
-  value = None
+  value = value_sum = None
   if settings.judges_value:
     value, value_sum = _window_value(settings, state, window, weight, extra.get("value"))
     extra["value"] = value
   followed = state.clip_state if settings.follows else _thresholds.CONSTANT._replace(clip_state=state.clip_state)
+  return _Begun(leaves, placement, wide, followed, window, settings.accumulates or scale is not None, value, value_sum,
+                extra)
 
-  def run_inner(carry):
-    clipped, inner_state = carry
-    new, after = settings.inner.update(leaves.rebuild(clipped), inner_state, _window_state.widened(params),
-                                       **extra)
-    new = [x.astype(dtype) for x, dtype in zip(leaves.matching(new, "updates of inner"), wide)]
-    return new, jax.tree.map(lambda x, before: jnp.asarray(x, before.dtype), after, inner_state)
 
-  closed = _close(settings, state, followed, window, value, wide, scale is not None, placement, run_inner)
+def _end(settings: Settings, state: ClippedMultiStepsState, begun: _Begun, closed: "_Closed",
+         inner_state: Any) -> ClippedMultiStepsState:
   if settings.on_nonfinite == "raise":
-    _clip.raise_if_bad(leaves, closed.numbers, window.divisor, closed.limit)
-  out = [_if(closed.runs, x).astype(dtype) for x, dtype in zip(closed.buffers, out_dtypes)]
-  def passed_through(leaf):
-    return leaf if dtype_of(leaf) == jax.dtypes.float0 else _if(closed.runs, jnp.asarray(leaf))
-  after = _followed(settings, followed, window, closed, value)
+    _clip.raise_if_bad(begun.leaves, closed.numbers, begun.window.divisor, closed.limit)
+  after = _followed(settings, begun.followed, begun.window, closed, begun.value)
   if settings.judges_value:
-    after = after._replace(spike_state=after.spike_state._replace(value_sum=value_sum))
-  return leaves.rebuild(out, passed_through), _record(settings, leaves, state, window, closed, after)
+    after = after._replace(spike_state=after.spike_state._replace(value_sum=begun.value_sum))
+  return _record(settings, begun.leaves, state, begun.window, closed, after)._replace(inner_state=inner_state)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -190,18 +243,23 @@ class _Closed(NamedTuple):
   runs: jax.Array | bool          # whether `inner` ran
   accumulators: list[jax.Array]   # where they are not the buffers
   buffers: list[jax.Array]        # the optimizer's updates where it ran; else the accumulators, or zeros
-  inner_state: Any
+  kept: Any                       # what the optimizer keeps
 
 
-def _close(settings: Settings, state: ClippedMultiStepsState, followed: ThresholdState, window: _Window, value, wide,
-           scaled: bool, placement, run_inner) -> _Closed:
-  """Where the window ends: its norm and judgement, the clip and, unless it is skipped, the optimizer."""
+def _close(settings: Settings, state: ClippedMultiStepsState, begun: _Begun, kept: Any, run: Callable, *,
+           scales: bool = True) -> _Closed:
+  """Where the window ends: its norm and judgement, the clip and, unless it is skipped, the optimizer.
+
+  `run(clipped, (buffers, kept))` is the optimizer: it returns the buffers as its updates, and what it keeps. Without
+  `scales` the buffers are the accumulators, which it leaves as they are.
+  """
+  followed, window, wide, value = begun.followed, begun.window, begun.wide, begun.value
   # Accumulators have buffers of their own: where nothing is clipped, the kernel leaves them alone.
   options = _ops.Options(
-      scales=True, stage="kernel" if settings.accumulates else "auto", on_nonfinite=POLICIES[settings.on_nonfinite],
+      scales=scales, stage="kernel" if settings.accumulates else "auto", on_nonfinite=POLICIES[settings.on_nonfinite],
       leaf_norms=bool(settings.monitor) or settings.on_nonfinite == "raise", extremes=settings.monitor is True,
-      divides=settings.accumulates or scaled, out_dtypes=tuple(wide))
-  apart = [x.dtype for x in window.gradients] != list(wide) and window.measures is not True
+      divides=begun.divides, out_dtypes=tuple(wide))
+  apart = scales and [x.dtype for x in window.gradients] != list(wide) and window.measures is not True
   spikes, spike_state = settings.skip_spikes, followed.spike_state
 
   def verdict_of(numbers):
@@ -214,14 +272,14 @@ def _close(settings: Settings, state: ClippedMultiStepsState, followed: Threshol
     return runs & (~verdict_of(numbers).skipped | bad) if spikes else runs
 
   def close_window(carry):
-    *_, accumulators, buffers, inner_state = carry
+    *_, accumulators, buffers, kept = carry
     clipped = _thresholds.clip(
         settings.max_norm, followed.rule_state, state.optimizer_step, accumulators if apart else buffers, window.divisor,
-        options, placement, is_spike=lambda numbers: verdict_of(numbers).skipped if spikes else False,
+        options, begun.placement, is_spike=lambda numbers: verdict_of(numbers).skipped if spikes else False,
         like=followed.threshold)
-    buffers, inner_state = _run_if(runs_after(clipped.numbers), run_inner, (clipped.leaves, inner_state))
-    return (clipped.numbers, clipped.limit, clipped.rule_state, [jnp.zeros_like(x) for x in accumulators], buffers,
-            inner_state)
+    buffers, kept = _run_if(runs_after(clipped.numbers), functools.partial(run, clipped),
+                            (clipped.leaves if scales else buffers, kept))
+    return clipped.numbers, clipped.limit, clipped.rule_state, [jnp.zeros_like(x) for x in accumulators], buffers, kept
 
   nothing = _ops.Numbers(*(jnp.zeros(x.shape, x.dtype) for x in options.results(window.gradients)[:options.numbers]))
   # One buffer a leaf: the accumulator on the way in, the optimizer's update on the way out.
@@ -229,12 +287,12 @@ def _close(settings: Settings, state: ClippedMultiStepsState, followed: Threshol
   if apart:
     accumulators = window.gradients
     buffers = [jnp.zeros_like(x, dtype=dtype) for x, dtype in zip(accumulators, wide)]
-  numbers, limit, rule_state, accumulators, buffers, inner_state = _run_if(
+  numbers, limit, rule_state, accumulators, buffers, kept = _run_if(
       window.measures, close_window, (nothing, jnp.zeros_like(nothing.norms[0]), followed.rule_state, accumulators,
-                                      buffers, state.inner_state))
+                                      buffers, kept))
   runs = window.measures & runs_after(numbers)
   return _Closed(numbers, limit, rule_state, verdict_of(numbers), runs, accumulators if apart else buffers, buffers,
-                 inner_state)
+                 kept)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -284,7 +342,7 @@ def _record(settings: Settings, leaves: Leaves, state: ClippedMultiStepsState, w
   else:
     scale_state = state.scale_state._replace(loss_scale=settings.static_scale())
   return ClippedMultiStepsState(
-      inner_state=closed.inner_state,
+      inner_state=state.inner_state,
       accumulators=leaves.rebuild(closed.accumulators, lambda _: None) if settings.accumulates else state.accumulators,
       weight_sum=jnp.where(window.closes, jnp.zeros_like(window.weight_sum), window.weight_sum),
       micro_step=jnp.where(window.closes, 0, state.micro_step + 1),
