@@ -11,7 +11,7 @@ import optax
 from optax_globalclip import _clip, _fused_step, _reference
 from optax_globalclip._clip import global_clip
 from optax_globalclip._fused_step import Coefficients
-from optax_globalclip._leaves import Leaves, dtype_of
+from optax_globalclip._leaves import Leaves, dtype_of, on_device
 from optax_globalclip._norm import placed_leaves
 
 _REAL = ("float16", "bfloat16", "float32", "float64")
@@ -123,7 +123,7 @@ def find_operands(adamw: AdamW, leaves: Leaves, grads: Any, state: AdamWState, p
   decays, kept = adamw.decays(grads), [jax.tree.leaves(tree) for tree in (state.adam.mu, state.adam.nu, params)]
   if decays is None or any(str(dtype_of(x)) not in _REAL for xs in [leaves.arrays, *kept] for x in xs):
     return None
-  given = Operands(*([jnp.asarray(x) for x in xs] for xs in kept), decays)
+  given = Operands(*([on_device(x) for x in xs] for xs in kept), decays)
   return given if all(map(_laid_out_alike, leaves.arrays, *given[:3])) else None
 
 
