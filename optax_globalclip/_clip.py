@@ -21,6 +21,7 @@ from optax_globalclip._leaves import Leaves
 from optax_globalclip._monitor import ClipState
 from optax_globalclip._norm import placed_leaves
 from optax_globalclip._thresholds import Clipped, ThresholdState
+from optax_globalclip._types import AnyMesh, DTypeLike, MaxNorm, Monitor, Number, OnNonfinite, ScaleStage, Tree
 
 # What becomes of a bad update.
 POLICIES = {"propagate": _reference.PROPAGATE, "raise": _reference.PROPAGATE, "zero": _reference.ZERO}
@@ -178,15 +179,15 @@ def _make(per_leaf, max_norm, **arguments):
 
 
 def global_clip(
-    max_norm,
+    max_norm: MaxNorm,
     *,
-    loss_scale=None,
-    on_nonfinite: str = "propagate",
-    monitor: bool | str = False,
-    update_dtype=None,
-    scale_stage: str = "auto",
+    loss_scale: Number | None = None,
+    on_nonfinite: OnNonfinite = "propagate",
+    monitor: Monitor = False,
+    update_dtype: DTypeLike | None = None,
+    scale_stage: ScaleStage = "auto",
     axis_name: Any = None,
-    mesh: Any = None,
+    mesh: AnyMesh | None = None,
     specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Clips updates by the L2 norm of all leaves as one vector.
@@ -274,16 +275,16 @@ def global_clip(
 
 
 def per_tensor_clip(
-    max_norm,
+    max_norm: MaxNorm,
     *,
-    loss_scale=None,
-    on_nonfinite: str = "propagate",
-    monitor: bool | str = False,
-    update_dtype=None,
-    scale_stage: str = "auto",
+    loss_scale: Number | None = None,
+    on_nonfinite: OnNonfinite = "propagate",
+    monitor: Monitor = False,
+    update_dtype: DTypeLike | None = None,
+    scale_stage: ScaleStage = "auto",
     stacked_axis: Any = None,
     axis_name: Any = None,
-    mesh: Any = None,
+    mesh: AnyMesh | None = None,
     specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Clips every leaf by its own L2 norm.
@@ -350,15 +351,15 @@ def per_tensor_clip(
 
 
 def clip_tree(
-    tree: Any,
-    max_norm,
+    tree: Tree,
+    max_norm: Number,
     *,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     axis_name: Any = None,
-    mesh: Any = None,
+    mesh: AnyMesh | None = None,
     specs: Any = None,
-) -> tuple[Any, jax.Array]:
+) -> tuple[Tree, jax.Array]:
   r"""Clips a tree by its global L2 norm and returns the norm beside it, as `torch.nn.utils.clip_grad_norm_` does.
 
   .. math:: g \leftarrow g \cdot \min(1, \text{max\_norm} / \|g\|)

@@ -77,7 +77,7 @@ class History:
     `python -m optax_globalclip.plot run.jsonl` draws it, also while the run goes on.
   """
 
-  def __init__(self, path: str | os.PathLike, *, max_norm: float | None = None, leaves: int | None = 8):
+  def __init__(self, path: str | os.PathLike[str], *, max_norm: float | None = None, leaves: int | None = 8) -> None:
     if leaves is not None and leaves < 0:
       raise ValueError(f"History: leaves: expected None or an int of at least 0, got {leaves}")
     self._path, self._leaves = pathlib.Path(path), leaves
@@ -145,11 +145,11 @@ class History:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(self, *exception) -> None:
+  def __exit__(self, *exception: object) -> None:
     self.close()
 
   @staticmethod
-  def read(path: str | os.PathLike) -> list[dict[str, Any]]:
+  def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a file as dicts, by rising `step`.
 
     Where a step is not above the one before it, the run was taken up again from there: the lines before with that

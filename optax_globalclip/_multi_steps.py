@@ -13,6 +13,7 @@ from optax_globalclip._adamw import SteppedTransformation
 from optax_globalclip._arguments import to_float
 from optax_globalclip._loss_scale import DynamicLossScale
 from optax_globalclip._spikes import SpikeRule
+from optax_globalclip._types import AnyMesh, DTypeLike, MaxNorm, Monitor, Number, OnNonfiniteWindow
 from optax_globalclip._window_state import ClippedMultiStepsState
 
 _ACCUMULATORS = ("float16", "bfloat16", "float32", "float64")
@@ -32,17 +33,17 @@ def _check_every_k(every_k: Any) -> None:
 
 def clipped_multi_steps(
     inner: optax.GradientTransformation,
-    max_norm,
+    max_norm: MaxNorm,
     *,
     every_k: int | Callable[[jax.Array], Any] = 1,
-    loss_scale: Any = None,
-    on_nonfinite: str = "skip",
-    monitor: bool | str = False,
+    loss_scale: Number | DynamicLossScale | None = None,
+    on_nonfinite: OnNonfiniteWindow = "skip",
+    monitor: Monitor = False,
     skip_spikes: SpikeRule | None = None,
-    update_dtype=None,
-    accumulator_dtype=None,
+    update_dtype: DTypeLike | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     axis_name: Any = None,
-    mesh: Any = None,
+    mesh: AnyMesh | None = None,
     specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Runs `inner` once a window of micro-batches, on their clipped mean gradient.

@@ -110,7 +110,7 @@ class _Bounded:
 
   leaves_only = False  # whether it is for `per_tensor_clip` alone
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     rule = type(self).__name__.strip("_")
     for name in ("minimum", "maximum"):
       _check(rule, name, getattr(self, name))
@@ -173,10 +173,11 @@ class ema_clip(_Bounded):
     check_decay(rule, self.decay)
     check_whole(rule, "warmup", self.warmup, 1)
 
-  def init(self, like) -> _statistics.Mean:
+  def init(self, like: jax.ShapeDtypeStruct) -> _statistics.Mean:
     return _statistics.init_mean(like)
 
-  def update(self, state, norm, finite, *, global_norm):
+  def update(self, state: _statistics.Mean, norm: jax.Array, finite: jax.Array, *,
+             global_norm: jax.Array) -> tuple[jax.Array, _statistics.Mean]:
     del global_norm
     enters = _enters(norm, finite)
     threshold = self.bound(as_dtype(self.factor, norm.dtype) * state.mean, state.taken >= self.warmup)
@@ -246,10 +247,11 @@ class zclip(_Bounded):
     check_whole(rule, "warmup", self.warmup, 1)
     _check(rule, "eps", self.eps)
 
-  def init(self, like) -> ZClipState:
+  def init(self, like: jax.ShapeDtypeStruct) -> ZClipState:
     return ZClipState(_statistics.init_mean(like), jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, like.dtype))
 
-  def update(self, state, norm, finite, *, global_norm):
+  def update(self, state: ZClipState, norm: jax.Array, finite: jax.Array, *,
+             global_norm: jax.Array) -> tuple[jax.Array, ZClipState]:
     del global_norm
     enters = _enters(norm, finite)
     norm = jnp.where(enters, norm, state.norms.mean)
@@ -312,10 +314,11 @@ class autoclip(_Bounded):
     _check(rule, "percentile", self.percentile, high=100.0)
     check_whole(rule, "n", self.n, 1)
 
-  def init(self, like) -> _statistics.Recent:
+  def init(self, like: jax.ShapeDtypeStruct) -> _statistics.Recent:
     return _statistics.init_recent(self.n, like)
 
-  def update(self, state, norm, finite, *, global_norm):
+  def update(self, state: _statistics.Recent, norm: jax.Array, finite: jax.Array, *,
+             global_norm: jax.Array) -> tuple[jax.Array, _statistics.Recent]:
     del global_norm
     enters = _enters(norm, finite)
     state = _statistics.add_to_recent(state, _known(norm, enters), enters)
@@ -386,10 +389,11 @@ class adagc(_Bounded):
     check_decay(rule, self.decay)
     check_whole(rule, "warmup", self.warmup, 1)
 
-  def init(self, like) -> AdaGCState:
+  def init(self, like: jax.ShapeDtypeStruct) -> AdaGCState:
     return AdaGCState(jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, jnp.int32))
 
-  def update(self, state, norm, finite, *, global_norm):
+  def update(self, state: AdaGCState, norm: jax.Array, finite: jax.Array, *,
+             global_norm: jax.Array) -> tuple[jax.Array, AdaGCState]:
     dtype, enters = norm.dtype, _enters(norm, finite)
     in_warmup, known = state.taken < self.warmup, state.average > 0
     norm = _known(norm, enters)

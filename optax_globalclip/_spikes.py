@@ -1,7 +1,7 @@
 """`SpikeRule`: which windows `clipped_multi_steps(skip_spikes=...)` leaves out, and the statistics it goes by."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,11 +78,11 @@ class SpikeRule:
   factor: Any = None
   decay: Any = None
   limit: Any = None
-  judge: str = "norm"
+  judge: Literal["norm", "value", "either"] = "norm"
   warmup: int | None = None
   max_consecutive: int = 5
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     by_window = self.window is not None or self.deviations is not None
     if by_window + (self.factor is not None) + (self.limit is not None) != 1:
       raise ValueError("SpikeRule: expected exactly one of window= with deviations=, factor= (with decay=), and limit=; got "

@@ -14,9 +14,12 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optax_globalclip._history import History
+
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
 
 WINDOW = 100  # steps before a spike that it is compared with
 LABELS = 6    # spikes named in the figure; all are printed
@@ -92,7 +95,7 @@ def find_runs(paths: Sequence[str]) -> dict[str, list[dict]]:
   return runs
 
 
-def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], *, times: float = 3.0, leaves: int = 6):
+def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], *, times: float = 3.0, leaves: int = 6) -> "Figure":
   """A `matplotlib.figure.Figure` of the runs, by name, as `History.read` gives them.
 
   Examples:
