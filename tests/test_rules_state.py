@@ -9,7 +9,7 @@ import optax
 import optax_globalclip as ogc
 import orbax.checkpoint
 import pytest
-from windows import Run, make, types
+from windows import make, types
 
 RULES = {"ema_clip": ogc.ema_clip(warmup=2), "zclip": ogc.zclip(warmup=2), "autoclip": ogc.autoclip(50, n=4),
          "adagc": ogc.adagc(warmup=2), "schedule": optax.linear_schedule(1.0, 3.0, 4)}
