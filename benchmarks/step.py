@@ -5,6 +5,7 @@
 
 given: parameters, state and gradients are arguments, all donated. made: gradients are made inside the program, as in
 training. Both are update and apply. compile: 1,500 leaves of 768. batches: how many leaves one call should take.
+losses: 1,000 steps of examples/train_flax.py's tiny model on its text, beside optax's chain.
 Contenders take turns (turns.py). Writes results/step.json.
 """
 
@@ -14,6 +15,7 @@ import datetime
 import json
 import pathlib
 import subprocess
+import sys
 import tempfile
 
 import gpt
@@ -25,7 +27,7 @@ import optax_globalclip as ogc
 from gpt import random_leaves
 from machine import machine
 from optax_globalclip import _fused_step
-from turns import stopwatch, summary, take_turns
+from turns import quartiles, stopwatch, summary, take_turns
 
 FOLDER = pathlib.Path(__file__).parent
 RESULTS = FOLDER / "results" / "step.json"
@@ -163,39 +165,62 @@ def compiled(make, n):
   return passed()
 
 
-def bench_compile(n=1500):
-  seconds = {name: compiled(make, n) for name, make in STEPS.items()}
-  return {"leaves": n, "seconds": {name: {"wall": round(s.wall, 2), "cpu": round(s.cpu, 2)} for name, s in seconds.items()},
-          "ratio": round(seconds[OURS].wall / seconds[OPTAX].wall, 3)}
+def bench_compile(turns, n=1500):
+  times = take_turns(STEPS, turns, lambda make: compiled(make, n))
+  return {"leaves": n, **summary(times, [(OURS, CHAIN), (OURS, OPTAX)])}
 
 
-def bench_batches(turns, sizes=(32, 64, 160, 320)):
-  """Seconds to compile 1,500 leaves, and milliseconds of a step of the 148 of the GPT, by leaves in a call."""
-  shapes = gpt.leaf_shapes()
-  gradients, contenders, out = random_leaves(shapes, 1), {}, {}
-  before = _fused_step._LEAVES_A_CALL
+def bench_losses(steps=1000, rows=4):
+  sys.path.insert(0, str(FOLDER.parent / "examples"))
+  import corpus
+  import train_flax
+  size = train_flax.SIZES["tiny"]
+  batches = corpus.Batches(train_flax.load_corpus(None, size), rows=rows, length=size.length, seed=0, steps=steps)
+  options = dict(learning_rate=size.learning_rate, steps=steps, seed=0, max_norm=MAX_NORM)
+  states = {OURS: train_flax.create_state(size, fused=True, **options), CHAIN: train_flax.create_state(size, **options)}
+  # optax's chain: the same with another clip, whose norm is recorded by one that never clips.
+  made = train_flax.create_optimizer
+  def stock(schedule, **_):
+    return optax.chain(ogc.global_clip(np.inf, monitor=True), optax.clip_by_global_norm(MAX_NORM), optax.adamw(schedule))
+  train_flax.create_optimizer = stock
+  states[OPTAX] = train_flax.create_state(size, **options)
+  train_flax.create_optimizer = made
+  losses = {name: [] for name in states}
+  for i in range(steps):
+    for name in states:
+      states[name], of_rows, metrics = train_flax.train_step(states[name], batches.batch(i).tokens)
+      losses[name].append(float(of_rows.mean()))
+  clipped = int(ogc.clip_metrics(states[OURS].opt_state)["clipped_steps"])
+  of = {name: np.asarray(values) for name, values in losses.items()}
+  return {
+      "steps": steps, "clipped steps": clipped, "first loss": {name: round(float(x[0]), 6) for name, x in of.items()},
+      "mean of the last 100 losses": {name: round(float(x[-100:].mean()), 4) for name, x in of.items()},
+      "largest relative difference of a loss from optax's": {
+          name: float(np.max(np.abs(x / of[OPTAX] - 1))) for name, x in of.items() if name != OPTAX},
+      "the same of means over 100 steps": {
+          name: float(np.max(np.abs(x.reshape(-1, 100).mean(1) / of[OPTAX].reshape(-1, 100).mean(1) - 1)))
+          for name, x in of.items() if name != OPTAX}}
+
+
+def bench_batches(turns, sizes=(32, 64, 96, 160, 320)):
+  """Seconds to compile 1,500 leaves and the 148 of the GPT, by leaves in a call; medians."""
+  before, seconds = (_fused_step._ONE_CALL, _fused_step._LEAVES_A_CALL), {}
   for size in sizes:
-    _fused_step._LEAVES_A_CALL = size
-    out[str(size)] = {"compile 1,500 leaves": round(compiled(fused, 1500).wall, 2),
-                      "compile 148 leaves": round(compiled(fused, 148).wall, 2)}
-    if size <= 160:
-      jax.clear_caches()
-      contenders[str(size)] = Given(fused, shapes, gradients)
-      contenders[str(size)].prepare()
-      contenders[str(size)]()
-  _fused_step._LEAVES_A_CALL = before
-  return {"seconds": out, **summary(take_turns(contenders, turns, seconds), [(name, "160") for name in contenders])}
+    _fused_step._ONE_CALL = _fused_step._LEAVES_A_CALL = size
+    seconds[str(size)] = {f"{n} leaves": quartiles([compiled(fused, n).cpu for _ in range(turns)], 2) for n in (1500, 148)}
+  _fused_step._ONE_CALL, _fused_step._LEAVES_A_CALL = before
+  return {"cpu seconds": seconds}
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--only", nargs="+", choices=["given", "made", "compile", "batches"])
+  parser.add_argument("--only", nargs="+", choices=["given", "made", "compile", "batches", "losses"])
   parser.add_argument("--turns", type=int, default=15)
   parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
   arguments = parser.parse_args()
   results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
   sections = {"given": lambda: bench_steps(Given, arguments.turns), "made": lambda: bench_steps(Made, arguments.turns),
-              "compile": bench_compile, "batches": lambda: bench_batches(arguments.turns)}
+              "compile": lambda: bench_compile(3), "batches": lambda: bench_batches(3), "losses": bench_losses}
   results["machine"], results["date"] = machine(), datetime.date.today().isoformat()
   for name in arguments.only or sections:
     results[name] = sections[name]()

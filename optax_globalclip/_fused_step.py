@@ -20,9 +20,10 @@ from optax_globalclip._devices import Layout
 from optax_globalclip._leaves import norm_dtype
 from optax_globalclip._placement import Placement
 
-# One call with n aliased results costs XLA's compiler n^2, and every call a launch: leaves in one call, with three
-# results each.
-_LEAVES_A_CALL = 160
+# One call with n aliased results, three a leaf, costs XLA's compiler n^2, and every call a launch: up to so many leaves
+# are one call; more are calls of so many each.
+_ONE_CALL = 160
+_LEAVES_A_CALL = 64
 
 
 class Coefficients(NamedTuple):
@@ -103,8 +104,9 @@ def _adamw(platform, op, coefficients, *leaves, decays, divides, zeroes, skips):
     out = [_update_leaf(*of_leaf, op, of, decays=decays[i], divides=divides, zeroes=zeroes, skips=skips)
            for i, of_leaf in enumerate(of_leaves)]
   else:
-    for first in range(0, len(of_leaves), _LEAVES_A_CALL):
-      batch = slice(first, first + _LEAVES_A_CALL)
+    size = len(of_leaves) if len(of_leaves) <= _ONE_CALL else _LEAVES_A_CALL
+    for first in range(0, len(of_leaves), size):
+      batch = slice(first, first + size)
       out += zip(*_native.adamw(platform, op, coefficients, [quarter[batch] for quarter in _quarters(leaves)],
                                 decays=decays[batch], skips=skips))
   return [x for quarter in zip(*out) for x in quarter]
