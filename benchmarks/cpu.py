@@ -2,6 +2,7 @@
 
     python benchmarks/cpu.py                    # everything but what optax takes minutes to compile
     python benchmarks/cpu.py --optax-compile    # that too: 5,000 leaves beside optax
+    python benchmarks/cpu.py --only norm clip   # some of: norm clip chain rules leaves compile stages
     python benchmarks/cpu.py --only norm clip   # some of: norm clip chain monitor leaves compile stages
     python benchmarks/cpu.py --plot             # the figure alone, from the results already there
 
@@ -127,6 +128,22 @@ def bench_chain(turns):
         "no clip": Training(shapes, made_inside=made_inside),
     }
     out[kind] = summary(take_turns(contenders, turns), [("optax_globalclip", "optax")])
+  return out
+
+
+RULES = {"schedule": optax.linear_schedule(2.0, 1.0, 1000), "ema_clip": ogc.ema_clip(), "zclip": ogc.zclip(),
+         "autoclip": ogc.autoclip()}
+
+
+def bench_rules(turns):
+  """A step whose threshold follows the run, beside one whose threshold is a number."""
+  shapes = gpt.leaf_shapes()
+  out = {}
+  for name, rule in RULES.items():
+    contenders = {name: Training(shapes, ogc.global_clip(rule), made_inside=False),
+                  "constant": Training(shapes, ogc.global_clip(1.0), made_inside=False)}
+    out[name] = summary(take_turns(contenders, turns), [(name, "constant")])
+    del contenders  # 3 GB, before the next pair takes as much
   return out
 
 
@@ -312,7 +329,7 @@ def plot(results, path):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--only", nargs="+", choices=["norm", "clip", "chain", "monitor", "leaves", "compile", "stages"])
+  parser.add_argument("--only", nargs="+", choices=["norm", "clip", "chain", "rules", "monitor", "leaves", "compile", "stages"])
   parser.add_argument("--turns", type=int, default=21)
   parser.add_argument("--optax-compile", action="store_true")
   parser.add_argument("--plot", action="store_true")
@@ -321,7 +338,7 @@ def main():
   path = arguments.out / "cpu.json"
   results = json.loads(path.read_text()) if path.exists() else {}
   if not arguments.plot:
-    wanted = arguments.only or ["norm", "clip", "chain", "monitor", "leaves", "compile", "stages"]
+    wanted = arguments.only or ["norm", "clip", "chain", "rules", "monitor", "leaves", "compile", "stages"]
     sections = {}
     if "norm" in wanted:
       sections["norm"] = lambda: bench_norm(arguments.turns)
@@ -329,6 +346,8 @@ def main():
       sections["clip"] = lambda: bench_clip(arguments.turns)
     if "chain" in wanted:
       sections["chain"] = lambda: bench_chain(arguments.turns)
+    if "rules" in wanted:
+      sections["rules"] = lambda: bench_rules(max(30, arguments.turns))
     if "monitor" in wanted:
       sections["monitor"] = lambda: bench_monitor(max(30, arguments.turns))
     for n in ((1500, 5000) if arguments.optax_compile else (1500,)) if "leaves" in wanted else ():
