@@ -43,10 +43,16 @@ def as_users_run_it():
     yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is asked
 def pytest_collection_modifyitems(config, items):
-  """Of the cases of a module marked `native_cases`, leaves out those whose `path` is the reference."""
-  def stays(item):
-    path = item.callspec.params.get("path") if hasattr(item, "callspec") else None
-    return path != "reference" or not item.get_closest_marker("native_cases")
-  config.hook.pytest_deselected(items=[item for item in items if not stays(item)])
-  items[:] = filter(stays, items)
+  """What a module's marker says of cases that name the reference path: `native_cases` leaves them out,
+  `reference_is_slow` marks them slow."""
+  def on_reference(item):
+    return hasattr(item, "callspec") and item.callspec.params.get("path") == "reference"
+  left_out = [item for item in items if on_reference(item) and item.get_closest_marker("native_cases")]
+  config.hook.pytest_deselected(items=left_out)
+  gone = set(left_out)
+  items[:] = [item for item in items if item not in gone]
+  for item in items:
+    if on_reference(item) and item.get_closest_marker("reference_is_slow"):
+      item.add_marker(pytest.mark.slow)

@@ -11,6 +11,8 @@ import pytest
 import sharded
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
+pytestmark = pytest.mark.reference_is_slow
+
 # Each takes a tree and returns the clipped one, or anything else.
 
 

@@ -12,6 +12,8 @@ import optax_globalclip as ogc
 import oracle
 import pytest
 
+pytestmark = pytest.mark.reference_is_slow
+
 # Powers of two that the type holds; 2^15 is what float16 does.
 NUMBERS = {
     "float16": np.float16(2**15), "bfloat16": ml_dtypes.bfloat16(2**15), "float32": np.float32(2**15),

@@ -13,6 +13,8 @@ import sharded
 from jax.sharding import NamedSharding
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
+pytestmark = pytest.mark.reference_is_slow
+
 # A dense layer and an expert, each on a mesh of its own. Norm sqrt(108 + 100).
 VALUES = {"dense": np.full(12, 3, np.float32), "expert": np.full((2, 2), 5, np.float32)}
 SPECS = {"dense": P("d"), "expert": P("x", "y")}
