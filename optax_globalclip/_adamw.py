@@ -1,7 +1,7 @@
 """`clipped_adamw`: a clip and AdamW as one optax transformation, whose `step` does both in one pass."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from optax_globalclip._clip import global_clip
 from optax_globalclip._fused_step import Coefficients
 from optax_globalclip._leaves import Leaves, dtype_of, on_device
 from optax_globalclip._norm import placed_leaves
+from optax_globalclip._types import AnyMesh, DTypeLike, MaxNorm, Monitor, Number, OnNonfiniteWindow, ScaleStage
 
 _REAL = ("float16", "bfloat16", "float32", "float64")
 
@@ -74,8 +75,11 @@ class AdamWState(NamedTuple):
 
 class SteppedTransformation(optax.GradientTransformationExtraArgs):
   """An `optax.GradientTransformationExtraArgs` with a third function, `step`."""
+  step: Callable[..., tuple[Any, Any]]
+  settings: Any
 
-  def __new__(cls, init: Callable, update: Callable, step: Callable, settings: Any = None):
+  def __new__(cls, init: Callable[..., Any], update: Callable[..., Any], step: Callable[..., Any],
+              settings: Any = None) -> Self:
     self = super().__new__(cls, init, update)
     self.step, self.settings = step, settings
     return self
@@ -182,24 +186,24 @@ def _step(settings: Settings, grads: Any, state: Any, params: Any, *, loss_scale
 
 
 def clipped_adamw(
-    learning_rate,
-    max_norm,
+    learning_rate: Number | Callable[[jax.Array], Any],
+    max_norm: MaxNorm,
     *,
-    b1=0.9,
-    b2=0.999,
-    eps=1e-8,
-    eps_root=0.0,
-    mu_dtype=None,
-    weight_decay=1e-4,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    eps_root: Number = 0.0,
+    mu_dtype: DTypeLike | None = None,
+    weight_decay: Number = 1e-4,
     mask: Any = None,
     nesterov: bool = False,
-    loss_scale=None,
-    on_nonfinite: str = "propagate",
-    monitor: bool = False,
-    update_dtype=None,
-    scale_stage: str = "auto",
+    loss_scale: Number | None = None,
+    on_nonfinite: OnNonfiniteWindow = "propagate",
+    monitor: Monitor = False,
+    update_dtype: DTypeLike | None = None,
+    scale_stage: ScaleStage = "auto",
     axis_name: Any = None,
-    mesh: Any = None,
+    mesh: AnyMesh | None = None,
     specs: Any = None,
 ) -> SteppedTransformation:
   r"""A clip by the global norm and AdamW, with a `step` that does both and applies the update in one pass.

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_globalclip import _auto, _lowering, _native, _ops, _reference, _sharding
 from optax_globalclip._devices import Layout

@@ -45,6 +45,10 @@ with tempfile.TemporaryDirectory() as folder:
     history.write(tx.init(params), step=0)
   assert_type(ogc.History.read(folder + "/history.jsonl"), list[dict[str, Any]])
 
+# The fused step.
+adamw = ogc.clipped_adamw(lambda count: 1e-3, 1.0, weight_decay=0.1, mu_dtype="float32", on_nonfinite="skip")
+new_params, adamw_state = adamw.step(grads, adamw.init(params), params)
+
 # A tree comes back as the type that went in.
 clipped, norm = ogc.clip_tree(grads, 1.0)
 assert_type(clipped, Tree)
