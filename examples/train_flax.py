@@ -314,7 +314,7 @@ def train(
         made[run] = {
           "run": run,
           "seconds": time.perf_counter() - start,
-          "loss": losses.mean(),
+          "loss": float(losses.mean()),
           "weights": dict(zip(names, weights.tolist(), strict=True)),
           "losses": by_source(names, batch.source, losses),
         }
@@ -374,9 +374,9 @@ def main(argv: list[str] | None = None) -> int:
   with StopAfterStep() as stop, contextlib.ExitStack() as files:
     histories = {}
     for run, max_norm in thresholds.items():
-      path = args.out / f"{run}.jsonl"
-      path.unlink(missing_ok=True)  # a run does not go on from an earlier one
-      histories[run] = files.enter_context(ogc.History(path, max_norm=max_norm))
+      file = args.out / f"{run}.jsonl"
+      file.unlink(missing_ok=True)  # a run does not go on from an earlier one
+      histories[run] = files.enter_context(ogc.History(file, max_norm=max_norm))
     records = train(states, batches, args.steps, histories, console, stop, args.accumulate)
 
   facts = {
