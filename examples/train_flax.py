@@ -333,6 +333,14 @@ def train(
   return records
 
 
+def first_state(args: argparse.Namespace, size, run: str, max_norm):
+  """The state that the run of this name starts from."""
+  return create_state(
+    size, max_norm=max_norm, learning_rate=args.learning_rate, steps=args.steps, seed=args.seed, dtype=args.dtype,
+    accumulate=args.accumulate, loss_scale=args.loss_scale, fused=args.fused,
+    skip_spikes=spike_rule(args.skip_spikes) if run == "clipped" else None)
+
+
 def main(argv: list[str] | None = None) -> int:
   console = rich.console.Console(highlight=False, soft_wrap=True)
   args, text = parse_args(argv)
@@ -341,28 +349,8 @@ def main(argv: list[str] | None = None) -> int:
   if args.compare:
     # An infinite threshold never clips and still measures.
     thresholds["unclipped"] = math.inf
-  states = {
-    run: create_state(
-      size,
-      max_norm=max_norm,
-      learning_rate=args.learning_rate,
-      steps=args.steps,
-      seed=args.seed,
-      dtype=args.dtype,
-      accumulate=args.accumulate,
-      loss_scale=args.loss_scale,
-      skip_spikes=spike_rule(args.skip_spikes) if run == "clipped" else None,
-      fused=args.fused,
-    )
-    for run, max_norm in thresholds.items()
-  }
-  batches = corpus.Batches(
-    text,
-    rows=args.batch_size,
-    length=size.length,
-    seed=args.seed,
-    steps=args.steps,
-  )
+  states = {run: first_state(args, size, run, max_norm) for run, max_norm in thresholds.items()}
+  batches = corpus.Batches(text, rows=args.batch_size, length=size.length, seed=args.seed, steps=args.steps)
   parameters = sum(p.size for p in jax.tree.leaves(states["clipped"].params))
   platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
   path = ogc.backend_info().get(platform, "reference").split(":")[0]

@@ -119,3 +119,37 @@ def out_dtype(name: str, leaf: jax.Array, update_dtype: np.dtype | None, scaled:
   if jnp.issubdtype(update_dtype, jnp.complexfloating) != jnp.issubdtype(leaf.dtype, jnp.complexfloating):
     raise TypeError(f"{name}: update_dtype {update_dtype} does not hold updates of dtype {leaf.dtype}")
   return update_dtype
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers of rules
+
+
+def check_bounds(rule: str, name: str, value: Any, *, low: float = 0.0, high: float = np.inf, above: bool = False,
+                 below: bool = False) -> None:
+  """A number within bounds; a traced one is not read."""
+  check_number(f"{rule}: {name}", value)
+  if isinstance(value, jax.Array):
+    return
+  number = to_float(value)
+  if not (low <= number <= high) or (above and number == low) or (below and number == high):
+    bounds = f"{'above' if above else 'at least'} {low:g}"
+    bounds += "" if high == np.inf else f" and {'below' if below else 'at most'} {high:g}"
+    raise ValueError(f"{rule}: {name}: expected a number {bounds}, got {value!r}")
+
+
+def check_whole(rule: str, name: str, value: Any, low: int) -> None:
+  """A length, which shapes depend on: never traced."""
+  if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    raise TypeError(f"{rule}: {name}: expected an int, got {type(value).__name__} {value!r}; under "
+                    f"optax.inject_hyperparams name it in static_args=({name!r},)")
+  if value < low:
+    raise ValueError(f"{rule}: {name}: expected at least {low}, got {value}")
+
+
+def check_decay(rule: str, value: Any) -> None:
+  check_bounds(rule, "decay", value, high=1.0, below=True)
+
+
+def check_positive(rule: str, name: str, value: Any) -> None:
+  check_bounds(rule, name, value, above=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_globalclip import _pairs, _statistics
-from optax_globalclip._arguments import check_number, to_float
+from optax_globalclip._arguments import check_bounds, check_decay, check_positive, check_whole
 from optax_globalclip._pairs import Pair
 from optax_globalclip._statistics import as_dtype
 
@@ -59,40 +59,6 @@ class ThresholdRule(Protocol):
     """
 
 
-def _check(rule: str, name: str, value: Any, *, low: float = 0.0, high: float = np.inf, above: bool = False,
-           below: bool = False) -> None:
-  """A number within bounds; a traced one is not read."""
-  check_number(f"{rule}: {name}", value)
-  if isinstance(value, jax.Array):
-    return
-  number = to_float(value)
-  if not (low <= number <= high) or (above and number == low) or (below and number == high):
-    bounds = f"{'above' if above else 'at least'} {low:g}"
-    bounds += "" if high == np.inf else f" and {'below' if below else 'at most'} {high:g}"
-    raise ValueError(f"{rule}: {name}: expected a number {bounds}, got {value!r}")
-
-
-def check_whole(rule: str, name: str, value: Any, low: int) -> None:
-  """A length, which shapes depend on: never traced."""
-  if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-    raise TypeError(f"{rule}: {name}: expected an int, got {type(value).__name__} {value!r}; under "
-                    f"optax.inject_hyperparams name it in static_args=({name!r},)")
-  if value < low:
-    raise ValueError(f"{rule}: {name}: expected at least {low}, got {value}")
-
-
-def check_between(rule: str, name: str, value: Any, low: float, high: float) -> None:
-  _check(rule, name, value, low=low, high=high)
-
-
-def check_decay(rule: str, value: Any) -> None:
-  _check(rule, "decay", value, high=1.0, below=True)
-
-
-def check_positive(rule: str, name: str, value: Any) -> None:
-  _check(rule, name, value, above=True)
-
-
 def _enters(norm: jax.Array, finite: jax.Array) -> jax.Array:
   """A norm of 0 tells nothing of the run, and could hold a threshold at 0 for ever."""
   return finite & (norm > 0)
@@ -113,7 +79,7 @@ class _Bounded:
   def __post_init__(self) -> None:
     rule = type(self).__name__.strip("_")
     for name in ("minimum", "maximum"):
-      _check(rule, name, getattr(self, name))
+      check_bounds(rule, name, getattr(self, name))
     if not any(isinstance(x, jax.Array) for x in (self.minimum, self.maximum)) and self.minimum > self.maximum:
       raise ValueError(f"{rule}: expected minimum <= maximum, got {self.minimum!r} and {self.maximum!r}")
     self.check(rule)
@@ -245,7 +211,7 @@ class zclip(_Bounded):
     check_positive(rule, "z_threshold", self.z_threshold)
     check_decay(rule, self.decay)
     check_whole(rule, "warmup", self.warmup, 1)
-    _check(rule, "eps", self.eps)
+    check_bounds(rule, "eps", self.eps)
 
   def init(self, like: jax.ShapeDtypeStruct) -> ZClipState:
     return ZClipState(_statistics.init_mean(like), jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, like.dtype))
@@ -311,7 +277,7 @@ class autoclip(_Bounded):
   n: int = 1000
 
   def check(self, rule: str) -> None:
-    _check(rule, "percentile", self.percentile, high=100.0)
+    check_bounds(rule, "percentile", self.percentile, high=100.0)
     check_whole(rule, "n", self.n, 1)
 
   def init(self, like: jax.ShapeDtypeStruct) -> _statistics.Recent:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_globalclip import _arguments, _compat, _rules, _statistics
+from optax_globalclip import _arguments, _compat, _statistics
 from optax_globalclip._statistics import as_dtype
 
 
@@ -104,19 +104,19 @@ class SpikeRule:
 
   def _check_numbers(self):
     if self.window is not None:
-      _rules.check_whole("SpikeRule", "window", self.window, 2)
-      _rules.check_positive("SpikeRule", "deviations", self.deviations)
+      _arguments.check_whole("SpikeRule", "window", self.window, 2)
+      _arguments.check_positive("SpikeRule", "deviations", self.deviations)
     if self.factor is not None:
-      _rules.check_positive("SpikeRule", "factor", self.factor)
+      _arguments.check_positive("SpikeRule", "factor", self.factor)
     if self.decay is not None:
-      _rules.check_decay("SpikeRule", self.decay)
+      _arguments.check_decay("SpikeRule", self.decay)
     if self.limit is not None:
-      _rules.check_between("SpikeRule", "limit", self.limit, -np.inf, np.inf)
+      _arguments.check_bounds("SpikeRule", "limit", self.limit, low=-np.inf)
     if self.warmup is not None:
-      _rules.check_whole("SpikeRule", "warmup", self.warmup, 0)
+      _arguments.check_whole("SpikeRule", "warmup", self.warmup, 0)
       if self.window is not None and self.warmup > self.window:
         raise ValueError(f"SpikeRule: warmup: expected at most window={self.window}, got {self.warmup}")
-    _rules.check_whole("SpikeRule", "max_consecutive", self.max_consecutive, 1)
+    _arguments.check_whole("SpikeRule", "max_consecutive", self.max_consecutive, 1)
 
   @property
   def judges_norm(self) -> bool:
