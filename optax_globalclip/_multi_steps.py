@@ -66,8 +66,8 @@ def clipped_multi_steps(
     loss_scale: the gradients are of `loss_scale * loss`: a positive number, a `DynamicLossScale`, or one for each call
       (`update(..., loss_scale=s)`, which wins). Each micro-batch is divided by the scale in force when it was taken;
       the scale changes only when a window ends.
-    on_nonfinite: what a NaN or infinite element of a window's gradient does, one that overflowed while accumulating
-      included. "skip": updates are zero, `inner` does not run, a clean window starts, and the norm on record is +inf.
+    on_nonfinite: what happens where a window's gradient has a NaN or infinite element, or one that overflowed while
+      accumulating. "skip": updates are zero, `inner` does not run, a clean window starts, and the norm on record is +inf.
       "propagate", "zero" and "raise": as for `global_clip`, and `inner` runs. Under each a dynamic scale backs off once.
     monitor: record also the norm and the non-finite elements of each leaf of the last window's gradient, for
       `leaf_report`; "leaves" as for `global_clip`. What else `clip_metrics` reads is always recorded.

@@ -45,8 +45,8 @@ def backend_info() -> dict[str, str]:
 def custom_call_targets() -> tuple[str, ...]:
   """The names of the custom calls that the native paths put into a program, for `jax.export`.
 
-  `jax.export` refuses custom calls it does not know, because whoever loads the program must have them registered. To
-  import this package registers those of the native libraries that are there.
+  `jax.export` refuses custom calls it does not know, because whoever loads the program must have them registered.
+  Importing this package registers the calls of the native libraries that it finds.
 
   Returns:
     The names for every platform, whether or not its library was built. A name changes when the call's meaning does.
