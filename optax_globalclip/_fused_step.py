@@ -68,10 +68,10 @@ class StepOptions(NamedTuple):
 # The reference
 
 
-def _update_leaf(gradient, mu, nu, param, op, of, *, decays: bool, divides: bool, zeroes: bool, skips: bool):
+def _update_leaf(gradient, mu, nu, param, op, of, *, decays: bool, zeroes: bool, skips: bool):
   """`(m, v, p)` after a step, in T and each rounded once to its own dtype; the formula of `clipped_adamw`."""
-  dtype = op[0].dtype
-  g = _reference.scale(gradient, op, dtype, divides=divides, zeroes=zeroes)
+  dtype = op.a.dtype
+  g = _reference.scale(gradient, op, dtype, zeroes=zeroes)
   m = of.b1 * mu.astype(dtype) + of.one_minus_b1 * g
   v = of.b2 * nu.astype(dtype) + of.one_minus_b2 * (g * g)
   root = jnp.sqrt(_reference.divide(v, of.correction2) + of.eps_root)
@@ -81,7 +81,7 @@ def _update_leaf(gradient, mu, nu, param, op, of, *, decays: bool, divides: bool
     update = update + of.weight_decay * p
   new = [x.astype(old.dtype) for x, old in zip((m, v, p - of.learning_rate * update), (mu, nu, param))]
   if skips:
-    new = [jax.lax.select(op[0] == _reference.FILL, old, x) for x, old in zip(new, (mu, nu, param))]
+    new = [jax.lax.select(op.fills, old, x) for x, old in zip(new, (mu, nu, param))]
   return new
 
 
@@ -99,8 +99,9 @@ def _adamw(platform, op, coefficients, *leaves, decays, divides, zeroes, skips):
   of_leaves = list(zip(*_quarters(leaves)))
   out = []
   if platform is None:
-    op, of = _reference.op_of(op, 0), Coefficients(*coefficients)
-    out = [_update_leaf(*of_leaf, op, of, decays=decays[i], divides=divides, zeroes=zeroes, skips=skips)
+    op = _reference.op_of(op, 0, divides=divides, fills=zeroes or skips)
+    of = Coefficients(*coefficients)
+    out = [_update_leaf(*of_leaf, op, of, decays=decays[i], zeroes=zeroes, skips=skips)
            for i, of_leaf in enumerate(of_leaves)]
   else:
     size = len(of_leaves) if len(of_leaves) <= _ONE_CALL else _LEAVES_A_CALL

@@ -52,10 +52,10 @@ def scale_leaves(platform, ops, leaves, *, per_leaf, stage, out_dtypes, divides,
     for i, scaled in zip(batch, _native.scale(platform, op, [leaves[i] for i in batch], per_leaf=per_leaf)):
       out[i] = scaled
   in_xla = sorted(set(range(len(leaves))) - set(in_kernel))
-  common = _reference.op_of(ops, 0) if in_xla and not per_leaf else None
+  op_of = functools.partial(_reference.op_of, ops, divides=divides, fills=zeroes)
+  common = op_of(0) if in_xla and not per_leaf else None
   for i in in_xla:
-    op = _reference.op_of(ops, i) if per_leaf else common
-    out[i] = _reference.scale(leaves[i], op, out_dtypes[i], divides=divides, zeroes=zeroes)
+    out[i] = _reference.scale(leaves[i], op_of(i) if per_leaf else common, out_dtypes[i], zeroes=zeroes)
   return tuple(out)
 
 

@@ -15,6 +15,7 @@ sum that is not has an exponent that says so.
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -276,9 +277,19 @@ def clip_factors(ops: jax.Array, norms: jax.Array, max_norm: jax.Array) -> jax.A
   return jnp.where(clips, max_norm / jnp.where(clips, norms, jnp.ones_like(norms)), jnp.ones_like(norms))
 
 
-def op_of(ops: jax.Array, i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Row i of `ops` (T[k, 3]) as three scalars: taken apart once for all leaves, not again for each."""
-  return tuple(lax.squeeze(lax.slice(ops, (i, j), (i + 1, j + 1)), (0, 1)) for j in range(3))
+class Op(NamedTuple):
+  """A row of ops, taken apart: scalars that many leaves share, so that no leaf makes them anew."""
+  a: jax.Array
+  b: jax.Array
+  keeps: jax.Array           # bool
+  divides: jax.Array | None  # bool; None where it cannot divide
+  fills: jax.Array | None    # bool; None where nobody asks
+
+
+def op_of(ops: jax.Array, i: int, *, divides: bool, fills: bool) -> Op:
+  """Row i of `ops` (T[k, 3])."""
+  mode, a, b = (lax.squeeze(lax.slice(ops, (i, j), (i + 1, j + 1)), (0, 1)) for j in range(3))
+  return Op(a, b, mode == KEEP, mode == DIVIDE if divides else None, mode == FILL if fills else None)
 
 
 def divide(x: jax.Array, scalar: jax.Array, like: jax.Array | None = None) -> jax.Array:
@@ -294,21 +305,21 @@ def divide(x: jax.Array, scalar: jax.Array, like: jax.Array | None = None) -> ja
   return x / jnp.where(like == like, scalar.astype(x.dtype), jnp.ones_like(x))
 
 
-def scale(leaf: jax.Array, op, out_dtype, *, divides: bool, zeroes: bool) -> jax.Array:
-  """The op (T[3], or its three numbers) applied to every element, computed in T and rounded once to `out_dtype`.
+def scale(leaf: jax.Array, op: Op, out_dtype, *, zeroes: bool) -> jax.Array:
+  """The op applied to every element, computed in T and rounded once to `out_dtype`.
 
-  `divides` and `zeroes` say whether the op can be a division, as with a loss scale, and a filling with zeros: what
-  cannot be is not computed. A filling with NaN is a multiplication by it.
+  `zeroes` says whether the op can be a filling with zeros: what cannot be is not computed. A filling with NaN is a
+  multiplication by it.
   """
-  mode, a, b = op
   if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-    parts = [scale(part, op, part.dtype, divides=divides, zeroes=zeroes) for part in _real_parts(leaf)]
-    return lax.complex(*parts).astype(out_dtype)
-  x = leaf.astype(a.dtype)
+    return lax.complex(*(scale(part, op, part.dtype, zeroes=zeroes) for part in _real_parts(leaf))).astype(out_dtype)
+  x = leaf.astype(op.a.dtype)
   if zeroes:
-    x = lax.select(mode == FILL, jnp.zeros_like(x), x)
-  one = jnp.ones_like(a)
-  y = x * (jnp.where(mode == DIVIDE, one, a) if divides else a) * b
-  if divides:
-    y = lax.select(mode == DIVIDE, divide(x, jnp.where(mode == DIVIDE, a, one)), y)
-  return lax.select(mode == KEEP, leaf.astype(out_dtype), y.astype(out_dtype))
+    x = lax.select(op.fills, jnp.zeros_like(x), x)
+  if op.divides is None:
+    y = x * op.a * op.b
+  else:
+    one = jnp.ones_like(op.a)
+    y = x * jnp.where(op.divides, one, op.a) * op.b
+    y = lax.select(op.divides, divide(x, jnp.where(op.divides, op.a, one)), y)
+  return lax.select(op.keeps, leaf.astype(out_dtype), y.astype(out_dtype))
