@@ -2,8 +2,7 @@
 
     python benchmarks/cpu.py                    # everything but what optax takes minutes to compile
     python benchmarks/cpu.py --optax-compile    # that too: 5,000 leaves beside optax
-    python benchmarks/cpu.py --only norm clip   # some of: norm clip chain rules leaves compile stages
-    python benchmarks/cpu.py --only norm clip   # some of: norm clip chain monitor leaves compile stages
+    python benchmarks/cpu.py --only norm clip   # some of: norm clip chain rules monitor leaves compile stages
     python benchmarks/cpu.py --plot             # the figure alone, from the results already there
 
 Contenders take turns (turns.py), and what is reported is the median and the quartiles of the ratio within a turn, of
@@ -131,20 +130,16 @@ def bench_chain(turns):
   return out
 
 
-RULES = {"schedule": optax.linear_schedule(2.0, 1.0, 1000), "ema_clip": ogc.ema_clip(), "zclip": ogc.zclip(),
-         "autoclip": ogc.autoclip()}
+RULES = {"zclip": ogc.zclip(), "ema_clip": ogc.ema_clip(), "autoclip": ogc.autoclip(),
+         "schedule": optax.linear_schedule(2.0, 1.0, 1000)}
 
 
-def bench_rules(turns):
+def bench_rule(turns, name):
   """A step whose threshold follows the run, beside one whose threshold is a number."""
   shapes = gpt.leaf_shapes()
-  out = {}
-  for name, rule in RULES.items():
-    contenders = {name: Training(shapes, ogc.global_clip(rule), made_inside=False),
-                  "constant": Training(shapes, ogc.global_clip(1.0), made_inside=False)}
-    out[name] = summary(take_turns(contenders, turns), [(name, "constant")])
-    del contenders  # 3 GB, before the next pair takes as much
-  return out
+  contenders = {name: Training(shapes, ogc.global_clip(RULES[name]), made_inside=False),
+                "constant": Training(shapes, ogc.global_clip(1.0), made_inside=False)}
+  return summary(take_turns(contenders, turns), [(name, "constant")])
 
 
 def bench_monitor(turns):
@@ -346,8 +341,8 @@ def main():
       sections["clip"] = lambda: bench_clip(arguments.turns)
     if "chain" in wanted:
       sections["chain"] = lambda: bench_chain(arguments.turns)
-    if "rules" in wanted:
-      sections["rules"] = lambda: bench_rules(max(30, arguments.turns))
+    for name in RULES if "rules" in wanted else ():
+      sections[f"rule {name}"] = lambda name=name: bench_rule(max(30, arguments.turns), name)
     if "monitor" in wanted:
       sections["monitor"] = lambda: bench_monitor(max(30, arguments.turns))
     for n in ((1500, 5000) if arguments.optax_compile else (1500,)) if "leaves" in wanted else ():

@@ -38,6 +38,8 @@ FOLDER = pathlib.Path(__file__).parent
 H200 = FOLDER.parent / "tests" / "h200.txtpb"
 RESULTS = FOLDER / "results" / "h200_deviceless.json"
 HEADS, BATCH, LENGTH = 12, 8, 256
+RULES = {"schedule": optax.linear_schedule(2.0, 1.0, 1000), "ema_clip": ogc.ema_clip(), "zclip": ogc.zclip(),
+         "autoclip": ogc.autoclip()}
 
 
 def place_on_one():
@@ -111,6 +113,9 @@ def programs(params, tokens):
       "chain with adamw: ogc kernel": update(adamw(stage("kernel"))),
       "chain with adamw: optax": update(adamw(stock)),
       "chain with adamw: no clip": update(adamw()),
+      **{f"chain with adamw: {name}": update(adamw(ogc.global_clip(rule))) for name, rule in RULES.items()},
+      "chain with adamw: per_tensor_clip": update(adamw(ogc.per_tensor_clip(1.0))),
+      "chain with adamw: adagc": update(adamw(ogc.per_tensor_clip(ogc.adagc()))),
       "clip: ogc.global_clip": update(stage("kernel")),
       "clip: ogc.global_clip, monitored": update(ogc.global_clip(1.0, scale_stage="kernel", monitor=True)),
       "chain with adamw: ogc auto, monitored": update(adamw(ogc.global_clip(1.0, monitor=True))),
@@ -157,6 +162,13 @@ def check(results, tree_mb):
   yield "a whole step moves 32 bytes a parameter", whole["mb_clipped"] <= 1.01 * 8 * tree_mb
   yield "a train step with it copies nothing more", (results["train step: clipped_adamw.step"]["copied_mb"]
                                                     <= results["train step: no clip"]["copied_mb"] + 0.01)
+  # How many launches a rule may add. The two averages of zclip, kept to twice float32's digits, are a kernel too many for
+  # XLA to fuse; autoclip updates a ring, sorts it (one launch) and looks a place up.
+  for name, most in {"schedule": 4, "ema_clip": 4, "zclip": 6, "autoclip": 8}.items():
+    added = results[f"chain with adamw: {name}"]["launches"] - chain["launches"]
+    yield f"{name} adds at most {most} launches to the chain", added <= most
+  added = results["chain with adamw: adagc"]["launches"] - results["chain with adamw: per_tensor_clip"]["launches"]
+  yield "adagc adds at most 4 launches to a chain with per_tensor_clip", added <= 4
   for name in ("auto", "kernel"):
     step, without = results[f"train step: ogc {name}"], results["train step: no clip"]
     yield f"a train step ({name}) copies no gradient", step["copied_mb"] <= without["copied_mb"] + 0.01
