@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import datetime
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -221,9 +222,10 @@ def main():
   results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
   sections = {"given": lambda: bench_steps(Given, arguments.turns), "made": lambda: bench_steps(Made, arguments.turns),
               "compile": lambda: bench_compile(3), "batches": lambda: bench_batches(3), "losses": bench_losses}
-  results["machine"], results["date"] = machine(), datetime.date.today().isoformat()
+  results["date"] = datetime.date.today().isoformat()
+  results["machine"] = {name: value for name, value in machine().items() if name != "load_average_at_start"}
   for name in arguments.only or sections:
-    results[name] = sections[name]()
+    results[name] = {"load_average_at_start": round(os.getloadavg()[0], 1), **sections[name]()}
     print(name, json.dumps(results[name], indent=2), flush=True)
     arguments.out.write_text(json.dumps(results, indent=2) + "\n")
 
