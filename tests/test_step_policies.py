@@ -133,3 +133,31 @@ def test_nothing_of_it_talks_to_the_host(path):
   run.step(*given)
   with jax.transfer_guard("disallow"):
     run.step(*given)
+
+
+def test_a_rule_moves_the_threshold_and_a_skip_leaves_no_trace_in_it(path):
+  # Norms 1, 3: the average is 2, and the third threshold 2 * factor.
+  tx = ogc.clipped_adamw(0.1, ogc.ema_clip(0.5, decay=0.5, warmup=2), on_nonfinite="skip", monitor=True)
+  step = jax.jit(lambda params, state, g: tx.step({"w": g}, state, params))
+  params = {"w": jnp.zeros(2)}
+  state = tx.init(params)
+  for g in [1.0, 0.0], [0.0, 3.0]:
+    params, state = step(params, state, jnp.asarray(g))
+  before = params, state[1], state[0]._replace(clip_state=None)
+  params, state = step(params, state, jnp.asarray([NAN, 1.0]))
+  assert oracle.same_bits((params, state[1], state[0]._replace(clip_state=None)), before)
+  params, state = step(params, state, jnp.asarray([6.0, 8.0]))
+  metrics = ogc.clip_metrics(state)
+  assert metrics["threshold"] == 1 and metrics["nonfinite_steps"] == 1 and state[0].clip_count == 3
+  m = 0.9 * (0.9 * 0.1 * np.asarray([1, 0]) + 0.1 * np.asarray([0, 3])) + 0.1 * np.asarray([0.6, 0.8])
+  np.testing.assert_allclose(state[1][0].mu["w"], m, rtol=1e-6)
+
+
+def test_a_schedule_of_thresholds_counts_steps(path):
+  tx = ogc.clipped_adamw(0.1, lambda count: jnp.where(count == 0, np.float32(1), np.float32(2)), b1=0.0)
+  step = jax.jit(lambda params, state, g: tx.step([g], state, params))
+  params, g = [jnp.zeros(2)], jnp.asarray([6.0, 8.0])
+  params, first = step(params, tx.init(params), g)
+  _, second = step(params, first, g)
+  np.testing.assert_allclose(first[1][0].mu[0], [0.6, 0.8], rtol=1e-6)
+  np.testing.assert_allclose(second[1][0].mu[0], [1.2, 1.6], rtol=1e-6)
