@@ -104,9 +104,9 @@ def clipped_multi_steps(
     `optax.apply_updates` in one, where a window ends in one pass over accumulators, moments and parameters.
 
   Raises:
-    ValueError: as `global_clip`; an `every_k` below 1; a `clipped_adamw` that would clip again; updates of another structure or shape than the parameters'; a
-      state made with another kind of `max_norm`, `skip_spikes` or `monitor`, or with an `every_k` of 1 where it is not
-      now, or the other way round.
+    ValueError: as `global_clip`; an `every_k` below 1; a `clipped_adamw` that would clip again; updates of another
+      structure or shape than the parameters'; a state made with another kind of `max_norm`, `skip_spikes` or `monitor`,
+      or with an `every_k` of 1 where it is not now, or the other way round.
     TypeError: as `global_clip`; an `inner` that is no transformation; an `every_k` that is neither an int nor a
       schedule; a `skip_spikes` that is no `SpikeRule`; a `value` that is missing where it is judged, that is no number,
       or that varies over devices inside `shard_map`; complex updates of real parameters; a state that is not that of
