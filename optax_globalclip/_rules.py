@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_globalclip import _pairs, _statistics
+from optax_globalclip import _statistics
 from optax_globalclip._arguments import check_bounds, check_decay, check_positive, check_whole
-from optax_globalclip._pairs import Pair
 from optax_globalclip._statistics import as_dtype
 
 
@@ -223,15 +222,15 @@ class zclip(_Bounded):
     norm = jnp.where(enters, norm, state.norms.mean)
     threshold = self.bound(self._threshold(state, norm), state.norms.taken >= self.warmup)
     clipped = jnp.minimum(norm, threshold)
-    before = Pair(state.deviation, state.deviation_rest)
-    deviation = _statistics.add_to_deviation(state.norms, before, clipped, self.decay, self.warmup)
+    before = state.deviation, state.deviation_rest
+    after = _statistics.add_to_deviation(state.norms, *before, clipped, self.decay, self.warmup)
     norms = _statistics.add_to_mean(state.norms, clipped, enters, self.decay, self.warmup)
-    return threshold, ZClipState(norms, *_pairs.where(enters, deviation, before))
+    return threshold, ZClipState(norms, *(jnp.where(enters, x, y) for x, y in zip(after, before)))
 
   def _threshold(self, state: ZClipState, norm: jax.Array) -> jax.Array:
     mean, deviation = state.norms.mean, state.deviation
     limit, eps = as_dtype(self.z_threshold, norm.dtype), as_dtype(self.eps, norm.dtype)
-    off, by = _statistics.distance(state.norms, norm).hi, deviation + eps
+    off, by = _statistics.distance(state.norms, norm), deviation + eps
     outlier = off > limit * by
     # limit^2 deviation / z, where z = off / by is above the limit: nothing on the way is beyond the dtype.
     shrunk = limit * deviation * (limit * by / jnp.where(outlier, off, jnp.ones_like(off)))
@@ -360,7 +359,7 @@ class adagc(_Bounded):
 
   def update(self, state: AdaGCState, norm: jax.Array, finite: jax.Array, *,
              global_norm: jax.Array) -> tuple[jax.Array, AdaGCState]:
-    dtype, enters = norm.dtype, _enters(norm, finite)
+    dtype, enters = norm.dtype, _enters(norm, finite & (global_norm < np.inf))
     in_warmup, known = state.taken < self.warmup, state.average > 0
     norm = _known(norm, enters)
     limit = as_dtype(self.lambda_abs, dtype)
@@ -369,8 +368,10 @@ class adagc(_Bounded):
     by_leaf = as_dtype(self.lambda_rel, dtype) * state.average
     threshold = self.bound(jnp.where(in_warmup, by_global, by_leaf), jnp.where(in_warmup, finite, known))
     clipped = jnp.minimum(norm, threshold)
-    before, fresh = Pair(state.average, state.average_rest), Pair(clipped, jnp.zeros_like(clipped))
-    in_the_warmup = _pairs.where(clipped < state.average, fresh, before)
-    moved = _pairs.where(in_warmup, in_the_warmup, _statistics.move(before, clipped, self.decay))
-    average = _pairs.where(enters, _pairs.where(known, moved, fresh), before)
+    before, fresh = (state.average, state.average_rest), (clipped, jnp.zeros_like(clipped))
+    moved = _statistics.move(*before, clipped, *_statistics.decay_weights(self.decay, dtype))
+    falls, begins = in_warmup & (clipped < state.average), ~known
+    stays = ~enters | (known & in_warmup & ~falls)
+    average = (jnp.where(stays, old, jnp.where(falls | begins, new, after))
+               for old, new, after in zip(before, fresh, moved))
     return threshold, AdaGCState(*average, jnp.minimum(state.taken + finite.astype(jnp.int32), self.warmup))

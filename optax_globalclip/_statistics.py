@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_globalclip import _pairs, _reference
-from optax_globalclip._pairs import Pair
+from optax_globalclip import _reference
 
 
 def as_dtype(number: Any, dtype) -> Any:
@@ -29,66 +28,67 @@ def init_mean(like) -> Mean:
   return Mean(jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, jnp.int32))
 
 
-def _decay_weights(decay: Any, dtype) -> tuple[Pair, Pair]:
-  """The decay, and 1 less it."""
-  if isinstance(decay, jax.Array):
-    decay = decay.astype(dtype)
-    return Pair(decay, jnp.zeros_like(decay)), Pair(*_reference.two_sum(jnp.ones_like(decay), -decay))
-  return _pairs.constant(decay, dtype), _pairs.constant(1 - np.float64(decay), dtype)
-
-
-def _weights(state: Mean, decay: Any, warmup: int) -> tuple[Pair, Pair]:
+def _weights(state: Mean, decay: Any, warmup: int) -> tuple[jax.Array, jax.Array]:
   """How much the mean so far weighs beside the next number, and that: n / (n + 1) and 1 / (n + 1), then the decay."""
   before = state.taken.astype(state.mean.dtype)
-  after, one = before + 1, jnp.ones_like(before)
-  keep, take = _decay_weights(decay, before.dtype)
+  keep, take = decay_weights(decay, before.dtype)
   warm = state.taken >= warmup
-  return (_pairs.where(warm, keep, _pairs.quotient(before, after)),
-          _pairs.where(warm, take, _pairs.quotient(one, after)))
+  return jnp.where(warm, keep, before / (before + 1)), jnp.where(warm, take, 1 / (before + 1))
 
 
-def distance(state: Mean, x: jax.Array) -> Pair:
+def decay_weights(decay: Any, dtype) -> tuple[Any, Any]:
+  """The decay, and 1 less it: subtracted in float64, unless it is traced."""
+  if isinstance(decay, jax.Array):
+    return decay.astype(dtype), 1 - decay.astype(dtype)
+  return as_dtype(decay, dtype), as_dtype(1 - np.float64(decay), dtype)
+
+
+def distance(state: Mean, x: jax.Array) -> jax.Array:
   """How far above the mean x is."""
-  hi, error = _reference.two_sum(x, -state.mean)
-  return Pair(*_reference.two_sum(hi, error - state.rest))
+  return (x - state.mean) - state.rest
 
 
-def _mix(keep: Pair, before: Pair, take: Pair, x: jax.Array) -> Pair:
-  return _pairs.add(_pairs.multiply(keep, before), _pairs.multiply(take, Pair(x, jnp.zeros_like(x))))
+def move(mean: jax.Array, rest: jax.Array, x: jax.Array, keep: Any, take: Any) -> tuple[jax.Array, jax.Array]:
+  """`keep * mean + take * x`, and what that is short of the true number, for weights that add up to 1.
 
-
-def move(average: Pair, x: jax.Array, decay: Any) -> Pair:
-  """The moving average after x."""
-  keep, take = _decay_weights(decay, x.dtype)
-  return _mix(keep, average, take, x)
+  The mean moves by a part of its distance to x, which has digits to spare; only the sum is rounded, and its rounding
+  error is kept. Where little of the mean is kept the products are right to the last digit by themselves.
+  """
+  moved, error = _reference.two_sum(mean, take * ((x - mean) - rest))
+  by_distance = _reference.two_sum(moved, rest + error)
+  products = keep * mean + take * x
+  little = keep < 0.5
+  return jnp.where(little, products, by_distance[0]), jnp.where(little, jnp.zeros_like(rest), by_distance[1])
 
 
 def add_to_mean(state: Mean, x: jax.Array, enters: jax.Array, decay: Any, warmup: int) -> Mean:
-  keep, take = _weights(state, decay, warmup)
-  before = Pair(state.mean, state.rest)
   x = jnp.where(enters, x, state.mean)
-  mean = _mix(keep, before, take, x)
-  return Mean(*_pairs.where(enters, mean, before),
+  mean, rest = move(state.mean, state.rest, x, *_weights(state, decay, warmup))
+  return Mean(jnp.where(enters, mean, state.mean), jnp.where(enters, rest, state.rest),
               jnp.minimum(state.taken + enters.astype(jnp.int32), max(warmup, 1)))
 
 
-def add_to_deviation(state: Mean, deviation: Pair, x: jax.Array, decay: Any, warmup: int) -> Pair:
-  """The standard deviation after x, about the mean that `state` has without it.
+def add_to_deviation(state: Mean, deviation: jax.Array, rest: jax.Array, x: jax.Array, decay: Any,
+                     warmup: int) -> tuple[jax.Array, jax.Array]:
+  """The standard deviation after x, about the mean that `state` has without it, and what it is short of the true one.
 
   The variance V becomes keep * (V + take * off^2), the population's, while the mean is one of all numbers; when it moves,
-  keep * V + take * (x - new mean)^2, and the distance to the new mean is keep * off.
+  keep * V + take * (x - new mean)^2, and the distance to the new mean is keep * off. The deviation moves by
+  (new V - V) / (new deviation + deviation), which is small, so that rounding it does not matter.
   """
   keep, take = _weights(state, decay, warmup)
-  off = distance(state, x)
-  share = _pairs.where(state.taken < warmup, take, _pairs.multiply(take, keep))
-  # Times a power of two near the larger, so that no square is beyond the dtype.
-  largest = jnp.maximum(deviation.hi, jnp.abs(off.hi))
-  exponent = _reference.frexp(jnp.where(largest > 0, largest, jnp.ones_like(largest)))[1]
-  def scaled(pair, power):
-    return Pair(*(_reference.ldexp(part, power, steps=2) for part in pair))
-  deviation, off = scaled(deviation, -exponent), scaled(off, -exponent)
-  variance = _pairs.add(_pairs.multiply(deviation, deviation), _pairs.multiply(share, _pairs.multiply(off, off)))
-  return scaled(_pairs.sqrt(_pairs.multiply(keep, variance)), exponent)
+  off = jnp.abs(distance(state, x))
+  share = jnp.where(state.taken < warmup, keep, keep * keep)
+  # By the larger of the two, so that no square is beyond the dtype.
+  largest = jnp.maximum(deviation, off)
+  by = jnp.where(largest > 0, largest, jnp.ones_like(largest))
+  before, off = deviation / by, off / by
+  gained = share * take * (off * off)
+  after = jnp.sqrt(keep * (before * before) + gained)
+  both = after + before
+  step = (gained - take * (before * before)) / jnp.where(both > 0, both, jnp.ones_like(both))
+  moved, error = _reference.two_sum(deviation, step * by)
+  return _reference.two_sum(moved, rest + error)
 
 
 class Recent(NamedTuple):
