@@ -65,8 +65,9 @@ def update(settings: Settings, updates, state, params=None, **extra):
   out_dtypes = _window_state.out_dtypes(leaves, wide, params, settings.update_dtype)
 
   def run_inner(clipped, carry):
-    _, inner_state = carry
-    new, after = settings.inner.update(leaves.rebuild(clipped.leaves), inner_state, _window_state.widened(params),
+    del clipped  # the carry has its leaves: captured beside it, they would be copied
+    buffers, inner_state = carry
+    new, after = settings.inner.update(leaves.rebuild(buffers), inner_state, _window_state.widened(params),
                                        **begun.extra)
     new = [x.astype(dtype) for x, dtype in zip(leaves.matching(new, "updates of inner"), wide)]
     return new, jax.tree.map(lambda x, before: jnp.asarray(x, before.dtype), after, inner_state)
