@@ -10,9 +10,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from optax_globalclip import _thresholds
 from optax_globalclip._loss_scale import find_states
 from optax_globalclip._monitor import ClipState
 from optax_globalclip._report import clip_metrics, leaf_report
+from optax_globalclip._types import MaxNorm
 
 # What JSON has no word for, by the words of protocol buffers' JSON; `float` reads them all.
 _SPELLED = ("NaN", "Infinity", "-Infinity")
@@ -55,7 +57,8 @@ class History:
 
   Args:
     path: the file, `.jsonl` by custom; folders on the way are made. Of several processes the first one writes.
-    max_norm: the clip's constant threshold, for the figure: an optimizer state holds a threshold only where it moves.
+    max_norm: that of the clip, for the figure: an optimizer state holds a threshold only where it moves, and that one is
+      written instead.
     leaves: how many of the largest leaves to write with `monitor=True`; `None` for all.
 
   Raises:
@@ -77,11 +80,12 @@ class History:
     `python -m optax_globalclip.plot run.jsonl` draws it, also while the run goes on.
   """
 
-  def __init__(self, path: str | os.PathLike[str], *, max_norm: float | None = None, leaves: int | None = 8) -> None:
+  def __init__(self, path: str | os.PathLike[str], *, max_norm: MaxNorm | None = None, leaves: int | None = 8) -> None:
     if leaves is not None and leaves < 0:
       raise ValueError(f"History: leaves: expected None or an int of at least 0, got {leaves}")
     self._path, self._leaves = pathlib.Path(path), leaves
-    self._constants = {} if max_norm is None else {"threshold": float(max_norm)}
+    constant = max_norm is not None and not _thresholds.follows(max_norm)
+    self._constants = {"threshold": float(max_norm)} if constant else {}
     self._file = None
     if jax.process_index() == 0:
       self._file = self._open()
