@@ -162,9 +162,8 @@ def check(results, tree_mb):
   yield "a whole step moves 32 bytes a parameter", whole["mb_clipped"] <= 1.01 * 8 * tree_mb
   yield "a train step with it copies nothing more", (results["train step: clipped_adamw.step"]["copied_mb"]
                                                     <= results["train step: no clip"]["copied_mb"] + 0.01)
-  # How many launches a rule may add. The two averages of zclip, kept to twice float32's digits, are a kernel too many for
-  # XLA to fuse; autoclip updates a ring, sorts it (one launch) and looks a place up.
-  for name, most in {"schedule": 4, "ema_clip": 4, "zclip": 6, "autoclip": 8}.items():
+  # How many launches a rule may add; of autoclip's, the sort is one.
+  for name, most in {"schedule": 4, "ema_clip": 4, "zclip": 4, "autoclip": 7}.items():
     added = results[f"chain with adamw: {name}"]["launches"] - chain["launches"]
     yield f"{name} adds at most {most} launches to the chain", added <= most
   added = results["chain with adamw: adagc"]["launches"] - results["chain with adamw: per_tensor_clip"]["launches"]

@@ -220,7 +220,8 @@ class zclip(_Bounded):
     del global_norm
     enters = _enters(norm, finite)
     norm = jnp.where(enters, norm, state.norms.mean)
-    threshold = self.bound(self._threshold(state, norm), state.norms.taken >= self.warmup)
+    # A barrier, so that XLA updates all of the state in one kernel: of two, the first would write what the second reads.
+    threshold = jax.lax.optimization_barrier(self.bound(self._threshold(state, norm), state.norms.taken >= self.warmup))
     clipped = jnp.minimum(norm, threshold)
     before = state.deviation, state.deviation_rest
     after = _statistics.add_to_deviation(state.norms, *before, clipped, self.decay, self.warmup)

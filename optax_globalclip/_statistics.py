@@ -33,7 +33,8 @@ def _weights(state: Mean, decay: Any, warmup: int) -> tuple[jax.Array, jax.Array
   before = state.taken.astype(state.mean.dtype)
   keep, take = decay_weights(decay, before.dtype)
   warm = state.taken >= warmup
-  return jnp.where(warm, keep, before / (before + 1)), jnp.where(warm, take, 1 / (before + 1))
+  first = 1 / (before + 1)
+  return jnp.where(warm, keep, 1 - first), jnp.where(warm, take, first)
 
 
 def decay_weights(decay: Any, dtype) -> tuple[Any, Any]:
@@ -79,15 +80,16 @@ def add_to_deviation(state: Mean, deviation: jax.Array, rest: jax.Array, x: jax.
   keep, take = _weights(state, decay, warmup)
   off = jnp.abs(distance(state, x))
   share = jnp.where(state.taken < warmup, keep, keep * keep)
-  # By the larger of the two, so that no square is beyond the dtype.
-  largest = jnp.maximum(deviation, off)
-  by = jnp.where(largest > 0, largest, jnp.ones_like(largest))
-  before, off = deviation / by, off / by
+  # Times a power of two where they are large or small, so that no square is beyond the dtype.
+  largest, number = jnp.maximum(deviation, off), deviation.dtype.type
+  far, power = (40, 70) if deviation.dtype == np.float32 else (480, 600)
+  by = jnp.where(largest > number(2.0**far), number(2.0**-power),
+                 jnp.where(largest < number(2.0**-far), number(2.0**power), number(1)))
+  before, off = deviation * by, off * by
   gained = share * take * (off * off)
-  after = jnp.sqrt(keep * (before * before) + gained)
-  both = after + before
-  step = (gained - take * (before * before)) / jnp.where(both > 0, both, jnp.ones_like(both))
-  moved, error = _reference.two_sum(deviation, step * by)
+  both = jnp.sqrt(keep * (before * before) + gained) + before
+  step = (gained - take * (before * before)) / jnp.where(both > 0, both, jnp.ones_like(both)) / by
+  moved, error = _reference.two_sum(deviation, step)
   return _reference.two_sum(moved, rest + error)
 
 
@@ -132,7 +134,7 @@ def percentile(state: Recent, percent: Any) -> jax.Array:
     index = jnp.asarray(np.floor(at).astype(np.int32))[state.filled]
     fraction = jnp.asarray((at - np.floor(at)).astype(dtype))[state.filled]
   def place(i):
-    return jnp.sum(jnp.where(places == jnp.minimum(i, n - 1)[None], ordered, jnp.zeros_like(ordered)), axis=0)
+    return jnp.take_along_axis(ordered, jnp.minimum(i, n - 1)[None], axis=0, mode="clip")[0]
   low = place(index)
   high = jnp.where(index + 1 < state.filled, place(index + 1), low)
   return jnp.where(state.filled > 0, low + (high - low) * fraction, jnp.zeros_like(low))
