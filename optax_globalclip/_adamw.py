@@ -265,8 +265,10 @@ def clipped_adamw(
     >>> import jax, jax.numpy as jnp, optax_globalclip as ogc
     >>> tx = ogc.clipped_adamw(0.1, max_norm=1.0, weight_decay=0.0)
     >>> params = {"w": jnp.array([1., 2.])}
-    >>> step = jax.jit(tx.step, donate_argnums=(1, 2))
-    >>> params, state = step({"w": jnp.array([3., 4.])}, tx.init(params), params)
+    >>> def train_step(params, state, grads):  # donated in the order of the results, so that no leaf is copied
+    ...   return tx.step(grads, state, params)
+    >>> step = jax.jit(train_step, donate_argnums=(0, 1))
+    >>> params, state = step(params, tx.init(params), {"w": jnp.array([3., 4.])})
     >>> [round(float(x), 3) for x in params["w"]]
     [0.9, 1.9]
 
