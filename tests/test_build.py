@@ -14,7 +14,7 @@ USE = """
 import jax.numpy as jnp, optax, optax_globalclip as ogc
 tx = optax.chain(ogc.global_clip(1.0), optax.sgd(1.0))
 updates, _ = tx.update({"w": jnp.array([30.0, 40.0])}, tx.init({"w": jnp.zeros(2)}))
-print(updates["w"].round(6).tolist(), ogc.backend_info()["cpu"])
+print([round(x, 6) for x in updates["w"].tolist()], ogc.backend_info()["cpu"])
 """
 
 
