@@ -1,7 +1,5 @@
 """The documentation site: `ci/docs.sh` builds it, with warnings as errors."""
 
-import pathlib
-
 import optax_globalclip
 
 project = "optax_globalclip"
@@ -25,15 +23,3 @@ autodoc_typehints = "none"  # the signature would be longer than the text
 autodoc_member_order = "bysource"
 nitpicky = False
 suppress_warnings = ["toc.not_included"]
-
-
-def leave_out_missing_pages(app, docname, source):
-  """Drops the lines of index.md that are marked as of a page which comes with its feature, until it is there."""
-  if docname == "index":
-    lines = source[0].splitlines()
-    source[0] = "\n".join(line.removesuffix("?") for line in lines
-                          if not line.endswith("?") or (pathlib.Path(app.srcdir) / f"{line[:-1]}.md").exists())
-
-
-def setup(app):
-  app.connect("source-read", leave_out_missing_pages)
