@@ -69,8 +69,8 @@ def as_scalar(value: Any, dtype) -> jax.Array:
     return jnp.asarray(np.float64(to_float(value)).astype(dtype))
 
 
-def check_max_norm(max_norm: Any) -> None:
-  check_number("max_norm", max_norm)
+def check_max_norm(max_norm: Any, hint: str = "") -> None:
+  check_number("max_norm", max_norm, hint)
   if not isinstance(max_norm, jax.Array) and not usable_max_norm(to_float(max_norm)):
     raise ValueError(f"max_norm: expected a number that is not negative and not NaN, got {max_norm!r}")
 

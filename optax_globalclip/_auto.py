@@ -168,7 +168,7 @@ def _abstract_eval(*avals, name, options):
   return [_compat.result_aval(x.shape, x.dtype, avals) for x in results[:options.numbers]] + scaled
 
 
-_lowering.compile_when_run(_partitioned)
+_lowering.make_runnable(_partitioned)
 
 
 def _lower_for(platform: str | None) -> Callable:

@@ -62,7 +62,8 @@ class History:
     leaves: how many of the largest leaves to write with `monitor=True`; `None` for all.
 
   Raises:
-    ValueError: `path` holds something else, or `leaves` is negative.
+    ValueError: `path` holds something else, `leaves` is negative, or `max_norm` is negative or NaN.
+    TypeError: a `max_norm` that is neither a number, nor a schedule, nor a rule.
 
   Examples:
     >>> import pathlib, tempfile
@@ -84,6 +85,8 @@ class History:
     if leaves is not None and leaves < 0:
       raise ValueError(f"History: leaves: expected None or an int of at least 0, got {leaves}")
     self._path, self._leaves = pathlib.Path(path), leaves
+    if max_norm is not None:
+      _thresholds.check(max_norm, per_leaf=True)
     constant = max_norm is not None and not _thresholds.follows(max_norm)
     self._constants = {"threshold": float(max_norm)} if constant else {}
     self._file = None
@@ -120,7 +123,7 @@ class History:
       The line, as `read` gives it.
 
     Raises:
-      ValueError: a name in `more` that the line has already, or a state without a monitored clip.
+      ValueError: a name in `more` that the line has already, a negative `step`, or a state without a monitored clip.
       TypeError: a value that JSON cannot hold, by its name; traced values.
     """
     metrics = clip_metrics(opt_state)
@@ -128,6 +131,8 @@ class History:
       raise TypeError("History.write: expected concrete arrays, got traced ones: call it outside of jit")
     metrics = dict(zip(metrics, jax.device_get(list(metrics.values())), strict=True))
     step = operator.index(metrics["steps"] if step is None else step)
+    if step < 0:
+      raise ValueError(f"History.write: step: expected at least 0, got {step}")
     record = {"step": step} | self._constants | metrics
     if any(state.leaf_metrics is not None for state in find_states(opt_state, ClipState)):
       rows = leaf_report(opt_state).rows[:self._leaves]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 from optax_globalclip import _compat, _leaves, _native, _reference
 
@@ -87,8 +87,15 @@ def _clip_results(*operands, stage, out_dtypes, divides, **options):
   return _norm_results(*operands, **options) + _scale_results(None, *operands[3:], out_dtypes=out_dtypes)
 
 
-def compile_when_run(primitive: _compat.Primitive) -> None:
+def make_runnable(primitive: _compat.Primitive) -> None:
   """Has a primitive compiled where it is run outside of jit, and also where the functions around it are not compiled."""
+  # The clips and norms have derivatives of their own and never ask for one here.
+  def refuse(*_, **__):
+    raise NotImplementedError("optax_globalclip: clipped_adamw(...).step has no derivative: differentiate its update and "
+                              "optax.apply_updates")
+
+  ad.primitive_jvps[primitive] = refuse
+
   @functools.lru_cache(maxsize=None)
   def compiled(**params):
     return jax.jit(functools.partial(primitive.bind, **params))
@@ -117,7 +124,7 @@ def _define(name: str, run: Callable, results: Callable) -> Callable:
       return mlir.lower_fun(run_chosen, multiple_results=True)(ctx, *operands)
     return rule
 
-  compile_when_run(primitive)
+  make_runnable(primitive)
   primitive.def_abstract_eval(abstract_eval)
   for platform in _native.PLATFORMS:
     mlir.register_lowering(primitive, lower_for(platform), platform=platform)

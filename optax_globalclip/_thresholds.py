@@ -50,7 +50,7 @@ def check(max_norm: Any, *, per_leaf: bool = False) -> None:
     if getattr(max_norm, "leaves_only", False) and not per_leaf:
       raise ValueError(f"max_norm: {type(max_norm).__name__} has a threshold for each leaf: expected per_tensor_clip")
   elif not callable(max_norm):
-    _arguments.check_max_norm(max_norm)
+    _arguments.check_max_norm(max_norm, "; a schedule or a rule will do too")
 
 
 def is_rule(max_norm: Any) -> bool:

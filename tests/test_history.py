@@ -126,4 +126,10 @@ def test_bad_arguments_are_named(tmp_path):
     jax.jit(lambda s: history.write(s) and 0)(state)
   with pytest.raises(ValueError, match="leaves: expected None or an int of at least 0, got -1"):
     ogc.History(tmp_path / "other.jsonl", leaves=-1)
+  with pytest.raises(ValueError, match="step: expected at least 0, got -1"):
+    history.write(state, step=-1)
+  with pytest.raises(ValueError, match="max_norm: expected a number that is not negative and not NaN, got -1.0"):
+    ogc.History(tmp_path / "other.jsonl", max_norm=-1.0)
+  with pytest.raises(TypeError, match="max_norm: expected a number .*a schedule or a rule will do too.*, got '1'"):
+    ogc.History(tmp_path / "other.jsonl", max_norm="1")
   assert ogc.History.read(tmp_path / "run.jsonl") == []

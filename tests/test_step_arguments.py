@@ -70,6 +70,14 @@ def test_update_cannot_skip_and_says_what_can(path):
     tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+def test_a_derivative_is_refused_and_the_error_says_what_has_one(path):
+  tx = ogc.clipped_adamw(0.1, 1.0)
+  def total(params):
+    return sum(jnp.sum(x) for x in jax.tree.leaves(tx.step(PARAMS, tx.init(PARAMS), params)[0]))
+  with pytest.raises(NotImplementedError, match="step has no derivative: differentiate its update"):
+    jax.grad(total)(PARAMS)
+
+
 def test_other_arguments_are_accepted_as_a_chain_accepts_them(path):
   plain, extra = step(), step(value=jnp.float32(1.0))
   for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(extra), strict=True):
