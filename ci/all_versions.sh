@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The test suite in new environments: the oldest jax, and the newest for every supported Python that is found here.
+# The test suite in new environments: every supported Python that is found here, with the oldest and the newest jax.
 #
 #   ci/all_versions.sh [arguments of pytest]
 set -euo pipefail
@@ -13,7 +13,7 @@ python_of() {  # version: of the path, or pyenv's
 }
 
 failed=()
-for pair in "3.11 jax==0.9.0 jaxlib==0.9.0" "3.11 jax" "3.12 jax" "3.13 jax"; do
+for pair in {3.11,3.12,3.13}" jax"{"==0.9.0 jaxlib==0.9.0",}; do
   read -r version jax <<< "$pair"
   python=$(python_of "$version")
   if [[ -z $python ]]; then echo "== no Python $version here"; continue; fi

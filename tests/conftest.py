@@ -46,7 +46,7 @@ def as_users_run_it():
 @pytest.hookimpl(tryfirst=True)  # before `-m` is asked
 def pytest_collection_modifyitems(config, items):
   """What a module's marker says of cases that name the reference path: `native_cases` leaves them out,
-  `reference_is_slow` marks them slow."""
+  `reference_repeats` marks them as repeats. Repeats are slow."""
   def on_reference(item):
     return hasattr(item, "callspec") and item.callspec.params.get("path") == "reference"
   left_out = [item for item in items if on_reference(item) and item.get_closest_marker("native_cases")]
@@ -54,5 +54,7 @@ def pytest_collection_modifyitems(config, items):
   gone = set(left_out)
   items[:] = [item for item in items if item not in gone]
   for item in items:
-    if on_reference(item) and item.get_closest_marker("reference_is_slow"):
+    if on_reference(item) and item.get_closest_marker("reference_repeats"):
+      item.add_marker(pytest.mark.repeats)
+    if item.get_closest_marker("repeats"):
       item.add_marker(pytest.mark.slow)

@@ -18,6 +18,8 @@ import sharded
 from jax.experimental import serialize_executable
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
+pytestmark = pytest.mark.reference_repeats
+
 HERE = str(pathlib.Path(__file__).parent)
 SPECS = {"w": P("x", "y"), "b": P()}
 VALUES = {"w": np.arange(32, dtype=np.float32).reshape(8, 4), "b": np.full(3, 2, np.float32)}

@@ -117,6 +117,7 @@ def test_a_norm_of_as_many_leaves_as_a_table_holds_is_two_launches(cuda):
   assert launches_of(cuda, norm, tree) == 2
 
 
+@pytest.mark.slow
 def test_3000_leaves_take_a_launch_a_stage_for_each_table(cuda):
   tree = [jnp.full(1 + i % 3, 1 + i % 7, "bfloat16" if i % 2 else "float32") for i in range(3000)]
   norm = jax.jit(ogc.global_norm)

@@ -18,6 +18,8 @@ import sharded
 from jax.experimental import checkify
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
+pytestmark = pytest.mark.reference_repeats
+
 INF, NAN = np.inf, np.nan
 
 

@@ -13,6 +13,7 @@ def run(*command):
   return processes.run(command, timeout=2000, PYTHON=sys.executable)
 
 
+@pytest.mark.slow
 def test_every_step_and_every_measurement_runs_on_the_cpu(tmp_path):
   out = tmp_path / "result.json"
   done = run("bash", BENCHMARKS / "gpu_check.sh", "--cpu", out)

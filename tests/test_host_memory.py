@@ -12,6 +12,8 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
+pytestmark = pytest.mark.reference_repeats
+
 VALUES = {"a": np.full(8, 2, np.float32), "b": np.ones(4, np.float32)}  # norm 6
 WEIGHTS = {"a": np.arange(8, dtype=np.float32), "b": np.float32([1, -1, 2, -2])}
 
@@ -130,6 +132,7 @@ def test_a_report_and_an_error_name_the_leaf(path, place):
     ogc.clip_tree(tree, 1.0, error_if_nonfinite=True)
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("clip", [global_clip, clip_tree, monitored_clip], ids=lambda function: function.__name__)
 @jitted_or_not
 @places

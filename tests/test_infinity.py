@@ -10,6 +10,8 @@ import pytest
 import sharded
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
+pytestmark = pytest.mark.reference_repeats
+
 NAN, INF = np.nan, np.inf
 # What is put where, and the norm that IEEE arithmetic gives.
 BAD = {

@@ -13,6 +13,8 @@ import pytest
 import sharded
 from windows import leaves_with_nan
 
+pytestmark = pytest.mark.reference_repeats
+
 NAN, INF = np.nan, np.inf
 # Not finite, not positive, or subnormal: zero to XLA, and so the divisor of a NaN.
 BAD_SCALES = [1e-40, 0.0, INF, NAN, -1.0]

@@ -11,7 +11,7 @@ import pytest
 import sharded
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
-pytestmark = pytest.mark.reference_is_slow
+pytestmark = pytest.mark.reference_repeats
 
 # Each takes a tree and returns the clipped one, or anything else.
 
@@ -72,6 +72,7 @@ def test_60_no_tracer_leaks_from_a_jitted_call(path, function):
     jax.block_until_ready(jax.jit(lambda tree: function(tree))(LEAKED_FROM))
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("function", PUBLIC.values(), ids=PUBLIC)
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
 def test_60_no_tracer_leaks_from_a_jitted_call_on_four_devices(path, kind, function):

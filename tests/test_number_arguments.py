@@ -12,7 +12,7 @@ import optax_globalclip as ogc
 import oracle
 import pytest
 
-pytestmark = pytest.mark.reference_is_slow
+pytestmark = pytest.mark.reference_repeats
 
 # Powers of two that the type holds; 2^15 is what float16 does.
 NUMBERS = {

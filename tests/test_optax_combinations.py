@@ -10,6 +10,8 @@ import optax_globalclip as ogc
 import oracle
 import pytest
 
+pytestmark = pytest.mark.reference_repeats
+
 PARAMS = {"a": jnp.zeros(2), "b": jnp.zeros(1)}
 SPIKE = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([12.0])}  # norm 13
 

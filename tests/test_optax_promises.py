@@ -16,7 +16,7 @@ import pytest
 import windows
 from windows import f32
 
-pytestmark = pytest.mark.usefixtures("standard_promotion", "path")
+pytestmark = [pytest.mark.reference_repeats, pytest.mark.usefixtures("standard_promotion", "path")]
 NAN, INF = np.nan, np.inf
 GRADIENTS = {"w": f32(3, 4), "b": f32(12)}  # norm 13
 

@@ -121,6 +121,7 @@ def column(rows, name):
   return [row[name] for row in rows]
 
 
+@pytest.mark.slow
 def test_fsdp_killed_and_resumed_trains_as_one_process_does(tmp_path):
   rng = np.random.default_rng(0)
   source = tmp_path / "text"

@@ -11,6 +11,8 @@ import rule_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.reference_repeats
+
 LENGTH = 48
 NUMBERS = {
     "ema_clip": [dict(factor=2.0, decay=0.9, warmup=3), dict(factor=1.1, decay=0.99, warmup=1, minimum=0.5),

@@ -10,6 +10,8 @@ import sharded
 from jax.sharding import PartitionSpec as P
 from windows import make
 
+pytestmark = pytest.mark.reference_repeats
+
 RULES = {"ema_clip": ogc.ema_clip(warmup=2, factor=1.1, decay=0.5), "zclip": ogc.zclip(warmup=2),
          "autoclip": ogc.autoclip(50, n=4), "adagc": ogc.adagc(warmup=2, lambda_abs=100.0)}
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

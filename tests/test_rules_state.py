@@ -11,6 +11,8 @@ import orbax.checkpoint
 import pytest
 from windows import make, types
 
+pytestmark = pytest.mark.reference_repeats
+
 RULES = {"ema_clip": ogc.ema_clip(warmup=2), "zclip": ogc.zclip(warmup=2), "autoclip": ogc.autoclip(50, n=4),
          "adagc": ogc.adagc(warmup=2), "schedule": optax.linear_schedule(1.0, 3.0, 4)}
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -11,6 +11,8 @@ import oracle
 import pytest
 from windows import leaves_with_nan
 
+pytestmark = pytest.mark.reference_repeats
+
 NAN, INF = np.nan, np.inf
 DTYPES = {"bf16": jnp.bfloat16, "f16": np.float16, "f32": np.float32}
 PARAMS = {name: np.asarray([1, 2, 3]).astype(dtype) for name, dtype in DTYPES.items()}

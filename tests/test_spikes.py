@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import Run, make
 
+pytestmark = pytest.mark.reference_repeats
+
 
 def through(rule, norms, values=None, **options):
   """The run, and the norm of the update of each window of one."""

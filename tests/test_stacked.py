@@ -12,6 +12,8 @@ import pytest
 from jax.sharding import NamedSharding
 from sharded import AUTO, EXPLICIT, P, line
 
+pytestmark = pytest.mark.reference_repeats
+
 
 def layers(axis=0, dtype=np.float32):
   """Norms 5, 0.5 and 10 along the axis."""

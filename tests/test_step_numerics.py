@@ -10,6 +10,8 @@ import pytest
 import stepping
 from stepping import Numbers
 
+pytestmark = pytest.mark.reference_repeats
+
 SHAPES = {"a": (33, 5), "b": (), "c": (0, 3), "d": (1030,), "e": (7,)}
 
 

@@ -12,7 +12,7 @@ import oracle
 import pytest
 from programs import targets
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.reference_repeats, pytest.mark.usefixtures("standard_promotion")]
 
 PARAMS = {"a": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.asarray([0.5, 2.0])}
 RATE = optax.linear_schedule(0.1, 0.01, 10)

@@ -10,6 +10,8 @@ import sharded
 from jax.sharding import NamedSharding
 from sharded import AUTO, EXPLICIT, P
 
+pytestmark = pytest.mark.reference_repeats
+
 RATE = 0.05
 
 

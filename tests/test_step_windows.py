@@ -13,7 +13,7 @@ import pytest
 import sharded
 from programs import targets
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.reference_repeats, pytest.mark.usefixtures("standard_promotion")]
 
 PARAMS = {"a": jnp.linspace(-1, 1, 12).reshape(3, 4), "b": jnp.asarray([0.5, -0.25, 2.0])}
 INNER = dict(weight_decay=0.2)

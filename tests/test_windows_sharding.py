@@ -8,6 +8,8 @@ import optax_globalclip as ogc
 import pytest
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.reference_repeats
+
 SPECS = {"w": P("x"), "b": P()}
 
 

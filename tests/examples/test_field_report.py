@@ -10,6 +10,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_users_run_it")
 @pytest.mark.parametrize("name", field_report.EXPERIMENTS)
 def test_the_quick_form_leaves_numbers_and_a_figure(name, tmp_path):

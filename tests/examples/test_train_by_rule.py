@@ -37,6 +37,7 @@ def test_skipped_spikes_are_on_record_and_apart_from_clipped_steps(train):
   assert "steps skipped as spikes" in printed
 
 
+@pytest.mark.slow
 def test_the_unclipped_run_neither_clips_nor_skips(train):
   _, summary, records = train("--compare", "--clip-rule", "autoclip", "--skip-spikes", "0.5")
   runs = summary["runs"]
