@@ -12,6 +12,7 @@ import numpy as np
 import optax_globalclip as ogc
 import oracle
 import processes
+import pytest
 
 EXAMPLE = processes.ROOT / "examples" / "train_fsdp.py"
 STEPS, SAVE_EVERY = 8, 3
