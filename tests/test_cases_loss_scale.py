@@ -9,6 +9,8 @@ import pytest
 import windows
 from windows import f32
 
+pytestmark = pytest.mark.reference_repeats
+
 INF = np.inf
 
 

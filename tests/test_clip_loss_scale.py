@@ -10,6 +10,8 @@ import oracle
 import programs
 import pytest
 
+pytestmark = pytest.mark.reference_repeats
+
 
 def paths_and_stages(test):
   """The reference path has one stage only."""

@@ -9,6 +9,8 @@ import pytest
 from programs import targets
 from seven import NORM, TREE, clip, expect
 
+pytestmark = pytest.mark.reference_repeats
+
 
 @pytest.mark.parametrize("options", [{}, {"monitor": True}, {"on_nonfinite": "zero"}, {"loss_scale": 2.0}], ids=str)
 def test_no_step_moves_anything_to_or_from_the_host(options, path):

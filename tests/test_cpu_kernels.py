@@ -31,6 +31,7 @@ def run(command):
   assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]],
                          ids=["plain", "sanitized"])
 @pytest.mark.parametrize("kernels, check", [("kernels_cpu.cc", "check.cc"), ("adamw_cpu.cc", "check_step.cc")],

@@ -11,6 +11,8 @@ import optax_globalclip as ogc
 import pytest
 import windows
 
+pytestmark = pytest.mark.reference_repeats
+
 
 class Layer(NamedTuple):
   kernel: Any

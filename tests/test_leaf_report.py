@@ -8,6 +8,8 @@ import optax_globalclip as ogc
 import pytest
 import windows
 
+pytestmark = pytest.mark.reference_repeats
+
 
 def _tree():
   return {"a": jnp.array([3.0, 4.0]), "b": [jnp.array([12.0], jnp.float16), jnp.arange(3)], "none": None}

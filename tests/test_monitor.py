@@ -8,6 +8,8 @@ import optax_globalclip as ogc
 import programs
 import pytest
 
+pytestmark = pytest.mark.reference_repeats
+
 STEPS = [1.0, 30.0, np.nan, np.inf, 5.0, 10.0, np.nan]
 TREE = [np.array([0.6, 0.8], np.float32)]  # norm 1
 

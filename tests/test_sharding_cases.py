@@ -10,6 +10,8 @@ import pytest
 import sharded
 from sharded import P, line
 
+pytestmark = pytest.mark.reference_repeats
+
 
 def clip(tree, max_norm):
   tx = ogc.global_clip(max_norm)

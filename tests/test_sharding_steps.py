@@ -73,6 +73,7 @@ RUNS = {"auto": on_mesh(AUTO), "explicit": on_mesh(EXPLICIT), "mesh and specs": 
         "shard_map": in_shard_map, "unchecked shard_map": functools.partial(in_shard_map, check_vma=False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, transformation", [
     ("auto", "global_clip"), ("auto", "clipped_multi_steps"), ("auto", "dynamic_loss_scale"),
     ("explicit", "global_clip"), ("explicit", "clipped_multi_steps"),

@@ -9,6 +9,8 @@ import optax_globalclip as ogc
 import oracle
 import pytest
 
+pytestmark = pytest.mark.reference_repeats
+
 NAN, INF = np.nan, np.inf
 PARAMS = {"a": jnp.asarray([1.0, -2.0, 3.0]), "b": jnp.asarray([0.5, 0.25], jnp.bfloat16)}
 GRADS = {"a": jnp.asarray([0.5, 1.0, -1.0]), "b": jnp.asarray([2.0, -1.0], jnp.bfloat16)}

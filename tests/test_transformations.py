@@ -11,6 +11,8 @@ import oracle
 import pytest
 from seven import NORM, TREE, clip, expect
 
+pytestmark = pytest.mark.reference_repeats
+
 MONITORED = ogc.global_clip(1.0, monitor=True)
 
 

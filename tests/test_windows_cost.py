@@ -9,6 +9,8 @@ import optax
 import optax_globalclip as ogc
 import pytest
 
+pytestmark = pytest.mark.reference_repeats
+
 SHAPE, LEAVES = (512, 256), 6
 PARAMS = [jax.ShapeDtypeStruct(SHAPE, np.float32)] * LEAVES + [jax.ShapeDtypeStruct((256,), np.float32)] * LEAVES
 LEAF_BYTES = 512 * 256 * 4

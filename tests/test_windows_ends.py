@@ -9,6 +9,8 @@ import pytest
 import windows
 from windows import f32, make
 
+pytestmark = pytest.mark.reference_repeats
+
 NAN, INF = np.nan, np.inf
 
 

@@ -9,6 +9,8 @@ import pytest
 import windows
 from windows import f32
 
+pytestmark = pytest.mark.reference_repeats
+
 
 def test_34_multi_steps_around_the_clip_is_right_and_the_other_nesting_is_not(path, standard_promotion):
   right = {

@@ -10,6 +10,8 @@ import orbax.checkpoint
 import pytest
 import windows
 
+pytestmark = pytest.mark.reference_repeats
+
 # sgd multiplies integer leaves by floats, for which it needs standard promotion.
 PARAMS = {
     "f32": np.asarray([[1, -2], [3, 4]], np.float32),

@@ -18,6 +18,7 @@ def fused_steps(monkeypatch):
   return traced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--accumulate", "2"]], ids=["steps", "windows"])
 def test_the_fused_step_gives_the_norms_of_the_chain(train, fused_steps, options):
   _, _, chain = train(*options)
