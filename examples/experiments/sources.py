@@ -167,9 +167,9 @@ def measure_rates(lab: shared.Lab, state, records: list[dict], steps: int, first
 
 def run(lab: shared.Lab) -> dict:
   large = lab.name == "12m"
-  steps, ignored = (60, 20) if large else lab.choose((40, 15), (600, 100))
+  steps, ignored = (300, 60) if large else lab.choose((40, 15), (600, 100))
   jumps, state, records = measure_jumps(lab, steps, ignored)
-  probe = Probe(lab, state, lab.choose(4, 3 if large else 30))
+  probe = Probe(lab, state, lab.choose(4, 10 if large else 30))
   causes = {"ordinary batch": {"ratios": probe.ordinary}} | jumps
   causes |= measure_outliers(lab, probe) | measure_edges(lab, probe)
   if not large:
