@@ -127,8 +127,17 @@ def find_operands(adamw: AdamW, leaves: Leaves, grads: Any, state: AdamWState, p
   decays, kept = adamw.decays(grads), [jax.tree.leaves(tree) for tree in (state.adam.mu, state.adam.nu, params)]
   if decays is None or any(str(dtype_of(x)) not in _REAL for xs in [leaves.arrays, *kept] for x in xs):
     return None
-  given = Operands(*([on_device(x) for x in xs] for xs in kept), decays)
+  mu, nu, kept_params = ([on_device(x) for x in xs] for xs in kept)
+  given = Operands(*(list(map(_laid_out_like, xs, leaves.arrays)) for xs in (mu, nu)), kept_params, decays)
   return given if all(map(_laid_out_alike, leaves.arrays, *given[:3])) else None
+
+
+def _laid_out_like(moment: Any, gradient: Any) -> Any:
+  """A moment that lies whole on every device, as `init` in an Explicit mesh's program makes them from jax 0.12 on, cut as its
+  gradient is; optax's arithmetic would cut it too."""
+  ours, sharding = jax.typeof(moment).sharding, jax.typeof(gradient).sharding
+  whole = all(axis is None for axis in ours.spec)
+  return moment if not whole or ours.spec == sharding.spec else jax.sharding.reshard(moment, sharding)
 
 
 def _laid_out_alike(*arrays: Any) -> bool:
