@@ -127,8 +127,9 @@ def find_operands(adamw: AdamW, leaves: Leaves, grads: Any, state: AdamWState, p
   decays, kept = adamw.decays(grads), [jax.tree.leaves(tree) for tree in (state.adam.mu, state.adam.nu, params)]
   if decays is None or any(str(dtype_of(x)) not in _REAL for xs in [leaves.arrays, *kept] for x in xs):
     return None
-  mu, nu, kept_params = ([on_device(x) for x in xs] for xs in kept)
-  given = Operands(*(list(map(_laid_out_like, xs, leaves.arrays)) for xs in (mu, nu)), kept_params, decays)
+  mu, nu, params = ([on_device(x) for x in xs] for xs in kept)
+  mu, nu = (list(map(_laid_out_like, moments, leaves.arrays)) for moments in (mu, nu))
+  given = Operands(mu, nu, params, decays)
   return given if all(map(_laid_out_alike, leaves.arrays, *given[:3])) else None
 
 

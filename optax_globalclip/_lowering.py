@@ -87,14 +87,16 @@ def _clip_results(*operands, stage, out_dtypes, divides, **options):
   return _norm_results(*operands, **options) + _scale_results(None, *operands[3:], out_dtypes=out_dtypes)
 
 
-def make_runnable(primitive: _compat.Primitive) -> None:
-  """Has a primitive compiled where it is run outside of jit, and also where the functions around it are not compiled."""
-  # The clips and norms have derivatives of their own and never ask for one here.
-  def refuse(*_, **__):
-    raise NotImplementedError("optax_globalclip: clipped_adamw(...).step has no derivative: differentiate its update and "
-                              "optax.apply_updates")
+def _refuse_derivative(*_: object, **__: object) -> None:
+  # The clips and norms have derivatives of their own and ask for none here: it is a fused step that does.
+  raise NotImplementedError("optax_globalclip: clipped_adamw(...).step has no derivative: differentiate its update and "
+                            "optax.apply_updates")
 
-  ad.primitive_jvps[primitive] = refuse
+
+def make_runnable(primitive: _compat.Primitive) -> None:
+  """Has a primitive compiled where it is run outside of jit, and also where the functions around it are not compiled.
+  A derivative of it is an error that says so."""
+  ad.primitive_jvps[primitive] = _refuse_derivative
 
   @functools.lru_cache(maxsize=None)
   def compiled(**params):
