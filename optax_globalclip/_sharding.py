@@ -80,7 +80,7 @@ def _layout_of_axes(axes: Sequence[tuple[str, ...]]) -> Layout:
       if name not in kind:
         flag = flag * (jax.lax.axis_index(name) == 0).astype(jnp.int32)
     return flag
-  if len(kinds) == 1:
+  if len(kinds) <= 1:  # none where there are no leaves
     return Layout(union)
   flags = jnp.stack([first_replica(kind) for kind in kinds])
   return Layout(union, None, flags[np.asarray([kinds[frozenset(names)] for names in axes])])

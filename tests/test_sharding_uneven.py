@@ -1,8 +1,11 @@
 """Do padding, empty shards, replicas and shardings that no mesh axis names leave the norm right?"""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import optax_globalclip as ogc
 import oracle
 import pytest
@@ -91,3 +94,37 @@ def test_empty_trees_and_empty_leaves_have_norm_zero(kind):
   empty = put({"a": jnp.zeros((0, 8)), "b": jnp.zeros((8, 0))}, mesh, {"a": P(None, "x"), "b": P("x")})
   clipped, norm = jax.jit(lambda t: ogc.clip_tree(t, 1.0))(empty)
   assert float(norm) == 0 and jax.tree.map(jnp.shape, clipped) == {"a": (0, 8), "b": (8, 0)}
+
+
+NO_LEAVES = {
+    "global_norm": lambda **k: ogc.global_norm({}, **k),
+    "clip_tree": lambda **k: ogc.clip_tree({}, 1.0, **k)[1],
+    "leaf_norms": lambda **k: jnp.float32(len(ogc.leaf_norms({}, **k))),
+    "global_clip": lambda **k: monitored(ogc.global_clip(1.0, monitor=True, **k)),
+    "per_tensor_clip": lambda **k: monitored(ogc.per_tensor_clip(1.0, monitor=True, **k)),
+    "clipped_multi_steps": lambda **k: monitored(ogc.clipped_multi_steps(optax.sgd(1.0), 1.0, **k)),
+    "clipped_adamw's step": lambda **k: stepped(ogc.clipped_adamw(1.0, 1.0, monitor=True, **k)),
+}
+
+
+def stepped(tx):
+  with jax.numpy_dtype_promotion("standard"):  # without leaves a step goes the plain way, through optax's adamw
+    params, state = tx.step({}, tx.init({}), {})
+  assert params == {}
+  return ogc.clip_metrics(state)["global_norm"]
+
+
+def monitored(tx):
+  updates, state = tx.update({}, tx.init({}))
+  assert updates == {}
+  return ogc.clip_metrics(state)["global_norm"]
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", NO_LEAVES)
+@pytest.mark.parametrize("where", ["in a mesh of Auto axes", "in a mesh of Explicit axes", "with mesh= and specs="])
+def test_a_tree_without_leaves_has_norm_zero_on_every_mesh(where, name, jitted, path):
+  mesh = make_mesh(EXPLICIT if "Explicit" in where else AUTO)
+  call = lambda: NO_LEAVES[name](**({"mesh": mesh, "specs": {}} if "specs" in where else {}))
+  with contextlib.nullcontext() if "specs" in where else jax.set_mesh(mesh):
+    assert float((jax.jit(call) if jitted else call)()) == 0
