@@ -5,7 +5,8 @@ import optax_globalclip
 project = "optax_globalclip"
 release = version = optax_globalclip.__version__
 copyright = "the optax_globalclip authors"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx_copybutton"]
+copybutton_prompt_text = ">>> "
 html_theme = "furo"
 html_title = f"optax_globalclip {version}"
 exclude_patterns = ["_build"]

@@ -219,13 +219,12 @@ def clipped_adamw(
   r"""A clip by the global norm and AdamW, with a `step` that does both and applies the update in one pass.
 
   .. math::
-    \begin{align*}
-      g &\leftarrow g \cdot \min(1, \text{max\_norm} / \|g\|) \\
-      m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
-      v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
-      p &\leftarrow p - \alpha \left( \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t) + \bar\varepsilon}
+
+    g &\leftarrow g \cdot \min(1, \text{max\_norm} / \|g\|) \\
+    m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+    v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+    p &\leftarrow p - \alpha \left( \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t) + \bar\varepsilon}
            + \varepsilon} + \lambda p \right)
-    \end{align*}
 
   `init` and `update` are those of `optax.chain(global_clip(max_norm, ...), optax.adamw(learning_rate, ...))`. The state
   has the same structure, so checkpoints move both ways.
