@@ -63,7 +63,7 @@ class History:
 
   Raises:
     ValueError: `path` holds something else, `leaves` is negative, or `max_norm` is negative or NaN.
-    TypeError: a `max_norm` that is neither a number, nor a schedule, nor a rule.
+    TypeError: a `max_norm` that is traced, or neither a number, nor a schedule, nor a rule.
 
   Examples:
     >>> import pathlib, tempfile
@@ -85,6 +85,8 @@ class History:
     if leaves is not None and leaves < 0:
       raise ValueError(f"History: leaves: expected None or an int of at least 0, got {leaves}")
     self._path, self._leaves = pathlib.Path(path), leaves
+    if isinstance(max_norm, jax.core.Tracer):
+      raise TypeError("History: max_norm: expected a concrete number, got a traced one: call it outside of jit")
     if max_norm is not None:
       _thresholds.check(max_norm, per_leaf=True)
     constant = max_norm is not None and not _thresholds.follows(max_norm)

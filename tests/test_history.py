@@ -132,4 +132,6 @@ def test_bad_arguments_are_named(tmp_path):
     ogc.History(tmp_path / "other.jsonl", max_norm=-1.0)
   with pytest.raises(TypeError, match="max_norm: expected a number .*a schedule or a rule will do too.*, got '1'"):
     ogc.History(tmp_path / "other.jsonl", max_norm="1")
+  with pytest.raises(TypeError, match="max_norm: expected a concrete number, got a traced one"):
+    jax.jit(lambda x: ogc.History(tmp_path / "other.jsonl", max_norm=x) and x)(1.0)
   assert ogc.History.read(tmp_path / "run.jsonl") == []
