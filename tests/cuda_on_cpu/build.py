@@ -85,17 +85,17 @@ def ffi_library() -> pathlib.Path:
   """The kernels and handlers for CUDA as a library whose targets run on the CPU."""
   handlers = [SOURCES / name for name in ("handlers_cuda.cc", "adamw_handler_cuda.cc")]
   kernels = [SOURCES / name for name in ("kernels_cuda.cu", "adamw_cuda.cu")]
+  headers = jax.ffi.include_dir()  # a jaxlib refuses what was built with the headers of a newer one
 
   def make(path):
-    flags = [*COMMON, "-fPIC", "-fvisibility=hidden", "-isystem", str(cuda_include()),
-             "-isystem", jax.ffi.include_dir()]
+    flags = [*COMMON, "-fPIC", "-fvisibility=hidden", "-isystem", str(cuda_include()), "-isystem", headers]
     objects = [str(path.with_suffix(f".{source.stem}.o")) for source in [*kernels, *handlers]]
     for source, made in zip([*kernels, *handlers], objects):
       how = ["-O2", "-x", "c++"] if source in kernels else ["-O1", "-include", str(FOLDER / "ffi_on_cpu.h")]
       _run(["g++", *flags, *how, "-c", str(source), "-o", made])
     _run(["g++", "-shared", *objects, "-o", str(path), "-pthread", "-Wl,--no-undefined"])
 
-  return _compiled("cuda_on_cpu.so", [*handlers, *kernels], make)
+  return _compiled("cuda_on_cpu.so", [*handlers, *kernels, *sorted(pathlib.Path(headers).rglob("*.h"))], make)
 
 
 def check_program(name: str, flags: list[str], kernels: pathlib.Path = SOURCES / "kernels_cuda.cu",
