@@ -63,9 +63,13 @@ class AdamWState(NamedTuple):
   rate: Any
 
   @classmethod
-  def of(cls, state: Any) -> "AdamWState":
+  def of(cls, state: Any, adamw: AdamW) -> "AdamWState":
     if not (isinstance(state, tuple) and len(state) == 3 and isinstance(state[0], optax.ScaleByAdamState)):
       raise TypeError(f"state: expected the state of optax.adamw, got {type(state).__name__}: {jax.tree.structure(state)}")
+    for name, counts in ("weight_decay", state[1]), ("learning_rate", state[2]):
+      if (follows := callable(getattr(adamw, name))) != bool(jax.tree.leaves(counts)):
+        made, wanted = ("a number", "a schedule") if follows else ("a schedule", "a number")
+        raise TypeError(f"state: made with {made} for {name}, expected one made with {wanted}: call init again")
     return cls(*state)
 
   def after(self, mu: Any, nu: Any) -> tuple:
@@ -179,7 +183,7 @@ def _step(settings: Settings, grads: Any, state: Any, params: Any, *, loss_scale
   adamw, clip = settings
   if not (isinstance(state, tuple) and len(state) == 2):
     raise TypeError(f"state: expected that of init, of a clip and of optax.adamw, got {jax.tree.structure(state)}")
-  adamw_state = AdamWState.of(state[1])
+  adamw_state = AdamWState.of(state[1], adamw)
   loss_scale, followed = _clip.read(clip, state[0], loss_scale)
   leaves, placement = placed_leaves(grads, *clip.where)
   operands = None if clip.update_dtype else find_operands(adamw, leaves, grads, adamw_state, params)

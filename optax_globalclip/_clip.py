@@ -103,12 +103,14 @@ def _check_state(max_norm: Any, state: Any, monitor: bool | str) -> None:
   if follows and not isinstance(state, ThresholdState):
     raise TypeError("state: with a schedule or rule for max_norm expected the ThresholdState that init returned, got "
                     f"{type(state).__name__}")
-  if follows:
+  if isinstance(state, ThresholdState):
     _thresholds.check_state(max_norm, state)
   clip_state = state.clip_state if follows else state
   if monitor and not isinstance(clip_state, ClipState):
     raise TypeError(f"state: with monitor={monitor!r} expected the ClipState that init returned, got "
                     f"{type(clip_state).__name__}")
+  if isinstance(clip_state, ClipState):
+    _monitor.check_state(clip_state, monitor)
 
 
 def check(max_norm, *, per_leaf=False, loss_scale, on_nonfinite, monitor, update_dtype, scale_stage, axis_name, mesh,

@@ -111,7 +111,18 @@ def _read(name: str, value: Any) -> float | int:
 def find_states(opt_state: Any, kind: type | tuple[type, ...]) -> list[Any]:
   """Every instance of a state class, or of several, anywhere in a nested optimizer state."""
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
-  return [leaf for leaf in leaves if isinstance(leaf, kind)]
+  found = [leaf for leaf in leaves if isinstance(leaf, kind)]
+  if not found:
+    _check_restored(opt_state)
+  return found
+
+
+def _check_restored(opt_state: Any) -> None:
+  """Raises for a state of which a checkpoint's reader made plain dicts, as it does where it has nothing to restore into."""
+  for path, _ in jax.tree_util.tree_leaves_with_path(opt_state):
+    if jax.tree_util.DictKey("consecutive_nonfinite") in path:  # a field of every `ClipState`, and no parameter's name
+      raise ValueError("expected an optimizer state, got one that was restored as plain dicts: restore it into "
+                       "jax.eval_shape(tx.init, params)")
 
 
 def plain(leaf: Any) -> jax.Array:

@@ -51,9 +51,11 @@ class ClipState(NamedTuple):
   leaf_metrics: LeafMetrics | ElementMetrics | None = None
 
 
-def monitors(state: ClipState) -> bool | str:
-  """What a state was made to monitor."""
-  return next(monitor for monitor, kind in _KINDS.items() if isinstance(state.leaf_metrics, kind or type(None)))
+def check_state(state: ClipState, monitor: bool | str, again: str = "call init again") -> None:
+  """Raises for a state that was made with another `monitor`."""
+  made = next(monitor for monitor, kind in _KINDS.items() if isinstance(state.leaf_metrics, kind or type(None)))
+  if made != monitor:
+    raise ValueError(f"state: made with monitor={made!r}, expected one made with monitor={monitor!r}: {again}")
 
 
 def init(params: Any, monitor: bool | str) -> ClipState:

@@ -83,7 +83,7 @@ def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
       neither in `clipped_steps` nor in `nonfinite_steps`; its `clip_factor` is 0.
 
   Raises:
-    ValueError: where the state holds no monitored clip, or several.
+    ValueError: where the state holds no monitored clip, or several; for one that was restored as plain dicts.
 
   Examples:
     >>> import jax.numpy as jnp, optax_globalclip as ogc
@@ -166,8 +166,8 @@ def leaf_report(opt_state_or_tree: Any, *, stacked_axis: Any = None) -> LeafRepo
     leaf's part of the squared norm of all finite leaves, 0 where that is 0.
 
   Raises:
-    ValueError: for a state that records no leaves, or for several that do; for a state with `stacked_axis`; for a leaf
-      without the stacked axis, or with a sharded one on an Explicit mesh.
+    ValueError: for a state that records no leaves, or for several that do; for one that was restored as plain dicts; for
+      a state with `stacked_axis`; for a leaf without the stacked axis, or with a sharded one on an Explicit mesh.
     TypeError: for a leaf of a dtype that `global_norm` does not know, naming its path; inside `jit`.
 
   Examples:

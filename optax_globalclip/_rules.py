@@ -83,6 +83,13 @@ class _Bounded:
       raise ValueError(f"{rule}: expected minimum <= maximum, got {self.minimum!r} and {self.maximum!r}")
     self.check(rule)
 
+  def init(self, like: jax.ShapeDtypeStruct) -> Any:
+    if not (hasattr(like, "shape") and hasattr(like, "dtype")):
+      name = type(self).__name__
+      raise TypeError(f"{name}: a rule for the threshold is no transformation by itself: expected it as max_norm, as in "
+                      f"{'per_tensor_clip' if self.leaves_only else 'global_clip'}({name}())")
+    return self.first(like)
+
   def bound(self, threshold: jax.Array, known: jax.Array) -> jax.Array:
     """The threshold within its bounds, and `maximum` where nothing is known yet."""
     low, high = (jnp.asarray(as_dtype(x, threshold.dtype)) for x in (self.minimum, self.maximum))
@@ -138,7 +145,7 @@ class ema_clip(_Bounded):
     check_decay(rule, self.decay)
     check_whole(rule, "warmup", self.warmup, 1)
 
-  def init(self, like: jax.ShapeDtypeStruct) -> _statistics.Mean:
+  def first(self, like: jax.ShapeDtypeStruct) -> _statistics.Mean:
     return _statistics.init_mean(like)
 
   def update(self, state: _statistics.Mean, norm: jax.Array, finite: jax.Array, *,
@@ -212,7 +219,7 @@ class zclip(_Bounded):
     check_whole(rule, "warmup", self.warmup, 1)
     check_bounds(rule, "eps", self.eps)
 
-  def init(self, like: jax.ShapeDtypeStruct) -> ZClipState:
+  def first(self, like: jax.ShapeDtypeStruct) -> ZClipState:
     return ZClipState(_statistics.init_mean(like), jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, like.dtype))
 
   def update(self, state: ZClipState, norm: jax.Array, finite: jax.Array, *,
@@ -280,7 +287,7 @@ class autoclip(_Bounded):
     check_bounds(rule, "percentile", self.percentile, high=100.0)
     check_whole(rule, "n", self.n, 1)
 
-  def init(self, like: jax.ShapeDtypeStruct) -> _statistics.Recent:
+  def first(self, like: jax.ShapeDtypeStruct) -> _statistics.Recent:
     return _statistics.init_recent(self.n, like)
 
   def update(self, state: _statistics.Recent, norm: jax.Array, finite: jax.Array, *,
@@ -355,7 +362,7 @@ class adagc(_Bounded):
     check_decay(rule, self.decay)
     check_whole(rule, "warmup", self.warmup, 1)
 
-  def init(self, like: jax.ShapeDtypeStruct) -> AdaGCState:
+  def first(self, like: jax.ShapeDtypeStruct) -> AdaGCState:
     return AdaGCState(jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, like.dtype), jnp.zeros(like.shape, jnp.int32))
 
   def update(self, state: AdaGCState, norm: jax.Array, finite: jax.Array, *,

@@ -10,7 +10,7 @@ import optax
 
 from optax_globalclip import _arguments, _leaves, _ops, _reference
 from optax_globalclip._monitor import ClipState
-from optax_globalclip._spikes import SpikeState
+from optax_globalclip._spikes import SpikeRule, SpikeState
 
 
 class ThresholdState(NamedTuple):
@@ -43,6 +43,9 @@ def check(max_norm: Any, *, per_leaf: bool = False) -> None:
                     + (f": make an instance of it, {max_norm.__name__}()" if hasattr(max_norm, "update") else ""))
   if isinstance(max_norm, optax.GradientTransformation):
     raise TypeError("max_norm: expected a number, a schedule or a rule, got a GradientTransformation")
+  if isinstance(max_norm, SpikeRule):
+    raise TypeError("max_norm: a SpikeRule gives no threshold, it says which windows to leave out: expected it as "
+                    "clipped_multi_steps(..., skip_spikes=...)")
   if is_rule(max_norm):
     if callable(max_norm):
       raise TypeError(f"max_norm: the rule {type(max_norm).__name__} must not be callable: what is, is a schedule, and "
@@ -79,17 +82,25 @@ def _like(params: Any, per_leaf: bool) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct((n,) if per_leaf else (), _leaves.norm_dtype([leaf for _, leaf in keyed]))
 
 
-def check_state(max_norm: Any, state: ThresholdState) -> None:
+def check_state(max_norm: Any, state: ThresholdState, again: str = "call init again") -> None:
   """Raises for a state that was made with another kind of threshold."""
   if follows(max_norm) != (state.threshold is not None):
     made, wanted = ("a number", "a schedule or a rule") if follows(max_norm) else ("a schedule or a rule", "a number")
-    raise ValueError(f"state: made with {made} for max_norm, expected one made with {wanted}: call init again")
+    raise ValueError(f"state: made with {made} for max_norm, expected one made with {wanted}: {again}")
   if is_rule(max_norm):
     like = jax.ShapeDtypeStruct(state.threshold.shape, state.threshold.dtype)
-    expected = jax.tree.structure(jax.eval_shape(lambda: max_norm.init(like)))
-    if expected != jax.tree.structure(state.rule_state):
-      raise ValueError(f"state: made with another rule than {type(max_norm).__name__}, whose state has the structure "
-                       f"{expected}, got {jax.tree.structure(state.rule_state)}: call init again")
+    check_part("max_norm", max_norm, state.rule_state, jax.eval_shape(lambda: max_norm.init(like)), again)
+
+
+def check_part(argument: str, rule: Any, got: Any, first: Any, again: str) -> None:
+  """Raises for a rule's part of a state that has another structure or shape than its `init` gives it."""
+  made = f"state: made with another {argument} than {rule!r}"
+  if jax.tree.structure(got) != jax.tree.structure(first):
+    raise ValueError(f"{made}: expected the structure {jax.tree.structure(first)}, got {jax.tree.structure(got)}: {again}")
+  for (path, x), like in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(first)):
+    if np.shape(x) != like.shape:
+      raise ValueError(f"{made}: {jax.tree_util.keystr(path).lstrip('.')}: expected shape {like.shape}, got {np.shape(x)}: "
+                       f"{again}")
 
 
 class Clipped(NamedTuple):

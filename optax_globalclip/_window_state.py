@@ -149,15 +149,12 @@ def check_state(settings: Settings, state: Any, leaves: Leaves) -> None:
     raise ValueError(f"state: made with {made} for max_norm, expected one made with {wanted}: {again}")
   clip_state = state.clip_state
   if settings.follows:
-    _thresholds.check_state(settings.max_norm, clip_state)
-    if (spikes := settings.skip_spikes) or clip_state.spike_state is not None:
-      made = jax.eval_shape(lambda: spikes.init(np.dtype(np.float32))) if spikes else None
-      if jax.tree.structure(made) != jax.tree.structure(clip_state.spike_state):
-        raise ValueError(f"state: made with another skip_spikes than {spikes!r}: {again}")
+    _thresholds.check_state(settings.max_norm, clip_state, again)
+    spikes = settings.skip_spikes
+    first = jax.eval_shape(lambda: spikes.init(np.dtype(np.float32))) if spikes else None
+    _thresholds.check_part("skip_spikes", spikes, clip_state.spike_state, first, again)
     clip_state = clip_state.clip_state
-  monitors = _monitor.monitors(clip_state)
-  if settings.monitor != monitors:
-    raise ValueError(f"state: made with monitor={monitors!r}, expected one made with monitor={settings.monitor!r}: {again}")
+  _monitor.check_state(clip_state, settings.monitor, again)
   tolerates = settings.dynamic is not None and settings.dynamic.hysteresis > 1
   if tolerates != isinstance(state.scale_state, HysteresisState):
     made, wanted = ("1", "above 1") if tolerates else ("above 1", "1")

@@ -82,7 +82,8 @@ def update(settings: Settings, updates, state, params=None, **extra):
 def step(settings: Settings, grads, state, params, **extra):
   """`(params, state)`: the optimizer, a `clipped_adamw`, works on the accumulators in place where the window ends."""
   inner = settings.inner.settings
-  adamw_state = _adamw.AdamWState.of(state.inner_state[1]) if isinstance(state, ClippedMultiStepsState) else None
+  adamw_state = (_adamw.AdamWState.of(state.inner_state[1], inner.adamw) if isinstance(state, ClippedMultiStepsState)
+                 else None)
   operands = None
   if adamw_state and not (inner.clip.monitor or inner.clip.update_dtype or inner.clip.loss_scale is not None
                           or settings.update_dtype):

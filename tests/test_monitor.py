@@ -1,5 +1,7 @@
 """What `monitor=True` records, and that `clip_metrics` finds it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,6 +102,34 @@ def test_none_or_several_monitors_are_an_error_that_says_how_many():
   several = optax.chain(ogc.global_clip(1.0, monitor=True), ogc.global_clip(2.0, monitor=True)).init(TREE)
   with pytest.raises(ValueError, match="found 2"):
     ogc.clip_metrics(several)
+
+
+@pytest.mark.parametrize("made, wanted", [(True, False), ("leaves", False), (True, "leaves"), ("leaves", True)])
+@pytest.mark.parametrize("make", [ogc.global_clip, ogc.per_tensor_clip, functools.partial(ogc.clipped_adamw, 0.1)],
+                         ids=["global_clip", "per_tensor_clip", "clipped_adamw"])
+@pytest.mark.parametrize("max_norm", [1.0, ogc.zclip()], ids=["number", "rule"])
+def test_a_state_with_another_record_is_refused_and_not_dropped(make, max_norm, made, wanted):
+  state = make(max_norm, monitor=made).init(TREE)
+  tx = make(max_norm, monitor=wanted)
+  words = f"state: made with monitor={made!r}, expected one made with monitor={wanted!r}: call init again"
+  for function in (tx.update, tx.step) if hasattr(tx, "step") else (tx.update,):
+    with pytest.raises(ValueError, match=words):
+      function(TREE, state, TREE)
+
+
+def test_a_state_of_a_rule_is_refused_by_a_number_and_not_dropped():
+  with pytest.raises(ValueError, match="made with a schedule or a rule for max_norm, expected one made with a number"):
+    ogc.global_clip(1.0).update(TREE, ogc.global_clip(ogc.zclip()).init(TREE))
+
+
+@pytest.mark.parametrize("read", [ogc.clip_metrics, ogc.leaf_report, ogc.current_loss_scale, ogc.has_updated])
+def test_a_state_that_was_restored_as_plain_dicts_is_an_error_that_says_how_to_restore_it(read):
+  def plain(node):
+    return {name: plain(x) for name, x in node._asdict().items()} if hasattr(node, "_asdict") else node
+  state = ogc.clipped_multi_steps(optax.identity(), 1.0, monitor=True).init(TREE)
+  for restored in plain(state), [{"0": plain(state)}]:
+    with pytest.raises(ValueError, match=r"restored as plain dicts: restore it into jax.eval_shape\(tx.init, params\)"):
+      read(restored)
 
 
 def test_metrics_can_be_read_inside_a_compiled_step(path):

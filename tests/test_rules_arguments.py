@@ -87,9 +87,9 @@ def test_an_update_without_its_state_is_refused(make, max_norm):
 @makers
 def test_a_state_of_another_rule_is_refused(make):
   state = make(ogc.ema_clip()).init(X)
-  with pytest.raises(ValueError, match="another rule than zclip"):
+  with pytest.raises(ValueError, match="another max_norm than zclip"):
     make(ogc.zclip()).update(X, state, X)
-  with pytest.raises(ValueError, match="made with a schedule or a rule|another rule"):
+  with pytest.raises(ValueError, match="made with a schedule or a rule|another max_norm"):
     make(ogc.zclip()).update(X, make(lambda count: 1.0).init(X), X)
 
 
@@ -101,6 +101,35 @@ def test_a_state_made_with_a_number_is_refused_by_a_windows_rule():
     make(1.0).update(X, make(ogc.zclip()).init(X), X)
   with pytest.raises(ValueError, match="skip_spikes"):
     make(ogc.zclip(), skip_spikes=ogc.SpikeRule(limit=1)).update(X, make(ogc.zclip()).init(X), X)
+
+
+@makers
+def test_a_state_of_a_rule_that_keeps_another_number_of_norms_is_refused(make):
+  state = make(ogc.autoclip(n=8)).init(X)
+  with pytest.raises(ValueError, match=r"another max_norm than autoclip\(.*n=16.*recent: expected shape \(.*16.*got.*8"):
+    make(ogc.autoclip(n=16)).update(X, state, X)
+
+
+@pytest.mark.parametrize("made, wanted", [(8, 32), (32, 8)])
+def test_a_state_of_a_spike_rule_with_another_window_is_refused(made, wanted):
+  old, new = (MAKERS["clipped_multi_steps"](1.0, skip_spikes=ogc.SpikeRule(window=window, deviations=6.0))
+              for window in (made, wanted))
+  with pytest.raises(ValueError, match=rf"another skip_spikes than SpikeRule\(window={wanted}.*recent: expected shape \({wanted},"):
+    new.update(X, old.init(X), X)
+
+
+@makers
+def test_a_spike_rule_is_no_threshold(make):
+  with pytest.raises(TypeError, match="max_norm: a SpikeRule gives no threshold.*skip_spikes"):
+    make(ogc.SpikeRule(limit=3.0))
+
+
+@pytest.mark.parametrize("rule, clip", [(ogc.zclip, "global_clip"), (ogc.ema_clip, "global_clip"), (ogc.autoclip, "global_clip"),
+                                        (ogc.adagc, "per_tensor_clip")])
+def test_a_rule_in_the_place_of_a_transformation_says_where_it_belongs(rule, clip):
+  for tx in optax.chain(rule(), optax.sgd(1.0)), ogc.clipped_multi_steps(rule(), 1.0):
+    with pytest.raises(TypeError, match=rf"{rule.__name__}: a rule for the threshold is no .*{clip}\({rule.__name__}\(\)\)"):
+      tx.init(X)
 
 
 def test_a_rule_for_other_leaves_is_refused():

@@ -43,6 +43,17 @@ def test_a_state_of_another_transformation_is_refused(path, state):
     step(state=state)
 
 
+@pytest.mark.parametrize("options", [dict(), dict(every_k=2)], ids=["step", "windows"])
+@pytest.mark.parametrize("name, made, wanted", [("learning_rate", 0.1, lambda count: 0.1), ("learning_rate", lambda count: 0.1, 0.1),
+                                                ("weight_decay", 0.1, lambda count: 0.1)], ids=["to a schedule", "to a number", "decay"])
+def test_a_state_with_another_kind_of_rate_is_refused(options, name, made, wanted):
+  old, new = (ogc.clipped_adamw(**({"learning_rate": 0.1, "max_norm": np.inf} | {name: value})) for value in (made, wanted))
+  if options:
+    old, new = (ogc.clipped_multi_steps(tx, 1.0, **options) for tx in (old, new))
+  with pytest.raises(TypeError, match=f"state: made with a (number|schedule) for {name}, expected one made with a"):
+    new.step(PARAMS, old.init(PARAMS), PARAMS)
+
+
 def test_leaves_of_other_dtypes_are_refused_by_name(path):
   with pytest.raises(TypeError, match=r"\['a'\].*float8"):
     step(grads=PARAMS | {"a": jnp.ones(3, jnp.float8_e4m3fn)})
