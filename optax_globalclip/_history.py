@@ -11,10 +11,11 @@ import jax
 import numpy as np
 
 from optax_globalclip import _thresholds
-from optax_globalclip._loss_scale import find_states
+from optax_globalclip._loss_scale import find_states, plain
 from optax_globalclip._monitor import ClipState
 from optax_globalclip._report import clip_metrics, leaf_report
 from optax_globalclip._types import MaxNorm
+from optax_globalclip._window_state import ClippedMultiStepsState
 
 # What JSON has no word for, by the words of protocol buffers' JSON; `float` reads them all.
 _SPELLED = ("NaN", "Infinity", "-Infinity")
@@ -113,6 +114,8 @@ class History:
   def write(self, opt_state: Any, *, step: int | None = None, **more: Any) -> dict[str, Any]:
     """Writes one line; call it outside of `jit`, after the update. It waits for the update's numbers.
 
+    Of `clipped_multi_steps` a line is a window: within one nothing is written, unless `step` is given, and `{}` comes back.
+
     Args:
       opt_state: a state that `clip_metrics` reads. The line holds all of these, and with `monitor=True` `leaves`, the
         norms of the largest ones by name (`leaf_report`'s order), and `nonfinite`, the counts of those that hold NaN or
@@ -128,9 +131,12 @@ class History:
       ValueError: a name in `more` that the line has already, a negative `step`, or a state without a monitored clip.
       TypeError: a value that JSON cannot hold, by its name; traced values.
     """
+    windows = find_states(opt_state, ClippedMultiStepsState)
     metrics = clip_metrics(opt_state)
     if any(isinstance(value, jax.core.Tracer) for value in metrics.values()):
       raise TypeError("History.write: expected concrete arrays, got traced ones: call it outside of jit")
+    if step is None and any(plain(window.micro_step) for window in windows):
+      return {}
     metrics = dict(zip(metrics, jax.device_get(list(metrics.values())), strict=True))
     step = operator.index(metrics["steps"] if step is None else step)
     if step < 0:

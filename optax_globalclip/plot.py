@@ -90,9 +90,12 @@ def find_runs(paths: Sequence[str]) -> dict[str, list[dict]]:
   stems = [file.stem for file in files]
   names = [str(file.with_suffix("")) if stems.count(file.stem) > 1 else file.stem for file in files]
   runs = {name: [r for r in History.read(file) if "global_norm" in r] for name, file in zip(names, files, strict=True)}
-  if empty := [name for name, records in runs.items() if not records]:
-    raise ValueError(f"{empty[0]}: no step is written yet")
-  return runs
+  begun = {name: records for name, records in runs.items() if records}
+  if not begun:
+    raise ValueError(f"{', '.join(runs)}: no step is written yet")
+  for name in runs.keys() - begun.keys():
+    print(f"{name}: no step is written yet", file=sys.stderr)
+  return begun
 
 
 def draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], *, times: float = 3.0, leaves: int = 6) -> "Figure":

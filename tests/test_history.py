@@ -43,6 +43,18 @@ def test_without_a_monitor_of_leaves_there_are_none(tmp_path):
   assert "leaves" not in record and record["loss_scale"] == 8 and record["step"] == 0
 
 
+def test_of_micro_batches_a_line_is_a_window(tmp_path):
+  tx = ogc.clipped_multi_steps(optax.sgd(1.0), 1.0, every_k=3)
+  state = tx.init(PARAMS)
+  with ogc.History(tmp_path / "run.jsonl") as history:
+    for i in range(8):
+      state = jax.jit(tx.update)(PARAMS | {"a": jnp.array([3.0 * i, 0.0])}, state)[1]
+      assert bool(history.write(state, loss=i)) == (i in (2, 5))
+    history.write(state, step=7)
+  lines = ogc.History.read(tmp_path / "run.jsonl")
+  assert [(line["step"], line["global_norm"], line.get("loss")) for line in lines] == [(1, 3.0, 2), (2, 12.0, 5), (7, 12.0, None)]
+
+
 def test_nan_and_infinities_are_json_and_come_back_as_floats(tmp_path):
   file = tmp_path / "run.jsonl"
   written = ogc.History(file, max_norm=math.inf).write(updated(a=jnp.inf, b=2.0), loss=float("nan"), least=-math.inf)

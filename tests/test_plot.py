@@ -99,6 +99,13 @@ def test_a_threshold_that_moves_and_runs_without_leaves_are_drawn_side_by_side(t
   assert list(figure.axes[0].get_lines()[1].get_ydata()) == [1, 2, 3]
 
 
+def test_a_run_that_has_just_begun_does_not_keep_the_others_from_being_drawn(tmp_path, capsys):
+  for name, lines in {"begun": "", "run": '{"step": 1, "global_norm": 2.0}\n'}.items():
+    (tmp_path / f"{name}.jsonl").write_text(lines)
+  assert list(plot.find_runs([str(tmp_path)])) == ["run"]
+  assert capsys.readouterr().err == "begun: no step is written yet\n"
+
+
 def test_what_cannot_be_drawn_is_explained(tmp_path, capsys):
   (tmp_path / "other.jsonl").write_text("hello\n")
   (tmp_path / "empty.jsonl").touch()
