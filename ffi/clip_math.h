@@ -152,6 +152,9 @@ struct NormAndOp {
   ScaleOp<T> op;
 };
 
+template <class T>
+static inline OGC_HOST_DEVICE T smallest_normal() { return static_cast<T>(sizeof(T) == 4 ? FLT_MIN : DBL_MIN); }
+
 // From the sum of squares of the gradients of loss_scale * loss: their norm in true units, and what to do to each of
 // them. `any_nonfinite` speaks of the whole tree, also where every leaf has a norm of its own. A step that is skipped
 // records a norm of infinity, never NaN.
@@ -164,6 +167,7 @@ static inline OGC_HOST_DEVICE NormAndOp<T> finish(const Normalized& sum, bool an
   double root = sqrt(sum.hi);                          // in [1, 2), or 0
   if (root > 0) root += sum.lo / (2 * root);
   T norm = static_cast<T>(root == 0 ? 0.0 : ldexp(root / scale_mantissa, sum.exponent - scale_exponent));
+  if (norm < smallest_normal<T>()) norm = 0;           // to XLA on the CPU: what reads it must not divide by it
   if (sum.exponent == kInfiniteExponent) norm = static_cast<T>(INFINITY);
   if (sum.exponent == kNanExponent || !good_scale) norm = static_cast<T>(zeroes ? INFINITY : NAN);
 

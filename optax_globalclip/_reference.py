@@ -199,7 +199,12 @@ def _norms(rows, loss_scale, on_nonfinite):
   mantissa, scale_exponent = frexp(loss_scale)
   norms = jnp.where(positive, ldexp(root / mantissa, jnp.where(positive, exponent, 0) - scale_exponent),
                     jnp.zeros_like(root))
-  return _nonfinite_norms(norms, exponent, on_nonfinite)
+  return _nonfinite_norms(flush(norms), exponent, on_nonfinite)
+
+
+def flush(norms: jax.Array) -> jax.Array:
+  """Norms, with 0 in the place of a subnormal one: XLA on the CPU takes it for 0 in some operations and not in others."""
+  return jnp.where(norms < jnp.finfo(norms.dtype).tiny, jnp.zeros_like(norms), norms)
 
 
 def _nonfinite_norms(norms, exponent, on_nonfinite):

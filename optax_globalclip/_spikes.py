@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_globalclip import _arguments, _compat, _statistics
+from optax_globalclip import _arguments, _compat, _reference, _statistics
 from optax_globalclip._statistics import as_dtype
 
 
@@ -171,18 +171,22 @@ class SpikeRule:
     """The state after a window; one that is bad leaves it as it is."""
     verdict = Verdict(verdict.skipped & ~bad, verdict.taken & ~bad)
     accepted = ~verdict.skipped & ~bad
-    def move(statistics, x, enters):
+    def move(statistics, x, *, positive):
       if statistics is None:
         return None
       # A taken spike begins the statistics anew.
       statistics = jax.tree.map(lambda s: jnp.where(verdict.taken, jnp.zeros_like(s), s), statistics)
+      x = x.astype((statistics.recent if self.window is not None else statistics.mean).dtype)
+      enters = accepted & jnp.isfinite(x)
+      if positive:
+        enters = enters & (_reference.flush(x) > 0)
       x = jnp.where(enters, x, jnp.zeros_like(x))
       if self.factor is not None:
-        return _statistics.add_to_mean(statistics, x.astype(statistics.mean.dtype), enters, self._decay(), self._warmup())
-      return _statistics.add_to_recent(statistics, x.astype(statistics.recent.dtype), enters)
+        return _statistics.add_to_mean(statistics, x, enters, self._decay(), self._warmup())
+      return _statistics.add_to_recent(statistics, x, enters)
     return state._replace(
-        norms=move(state.norms, norm, accepted & jnp.isfinite(norm) & (norm > 0)),
-        values=None if value is None else move(state.values, value, accepted & jnp.isfinite(value)),
+        norms=move(state.norms, norm, positive=True),
+        values=None if value is None else move(state.values, value, positive=False),
         spike_steps=jnp.where(verdict.skipped, optax.safe_increment(state.spike_steps), state.spike_steps),
         consecutive_spikes=jnp.where(accepted, 0, state.consecutive_spikes + verdict.skipped.astype(jnp.int32)))
 

@@ -140,13 +140,13 @@ def _of_schedule(limit: Any) -> jax.Array:
 
 
 def _of_rule(rule: Any, state: Any, numbers: _ops.Numbers, per_leaf: bool, spike: Any, like: jax.Array):
-  norms = (numbers.norms[1:] if per_leaf else numbers.norms[0]).astype(like.dtype)
+  norms = _reference.flush((numbers.norms[1:] if per_leaf else numbers.norms[0]).astype(like.dtype))
   if norms.shape != like.shape:
     raise ValueError(f"state: init made a rule for {like.size} leaves of its parameters, but the updates have {norms.size}: "
                      "initialise with the tree that updates are of")
   # An infinity stays one, and is not taken for a number, in a dtype that norms are narrowed to.
   enters = ~_reference.is_bad(numbers.ops) & ~jnp.asarray(spike) & (norms < np.inf)
-  threshold, after = rule.update(state, norms, enters, global_norm=numbers.norms[0].astype(like.dtype))
+  threshold, after = rule.update(state, norms, enters, global_norm=_reference.flush(numbers.norms[0].astype(like.dtype)))
   name = type(rule).__name__
   return _checked(f"max_norm: the threshold of {name}", threshold, like), _checked_state(name, after, state)
 

@@ -206,14 +206,17 @@ def test_the_norms_of_complex_leaves_are_real(path):
   assert norm == 5 and leaf_norms["z"] == 5 and norm.dtype == jnp.float32
 
 
-def test_subnormal_elements_are_halved_or_count_as_zero_and_never_become_nan(path):
-  tree = [np.full(4, 1e-39, np.float32)]
-  updates, norm = jax.jit(ogc.clip_tree)(tree, 1e-39)
-  halved = np.allclose(np.asarray(updates[0], np.float64), 5e-40, rtol=1e-5, atol=0)
-  if path == "native":
-    assert halved and np.isclose(float(norm), 2e-39, rtol=1e-5, atol=0)
-  else:  # XLA flushes subnormals to zero on some of its threads and not on others
-    assert halved or oracle.same_bits(updates, tree) or not np.any(updates[0])
+@pytest.mark.parametrize("max_norm", [0.0, 1e-39])
+@pytest.mark.parametrize("scale", [1.0, 2.0**15])
+def test_a_norm_below_the_normal_numbers_is_zero_and_divides_nothing(scale, max_norm, path):
+  tree = {"w": np.full(4, 1e-39 * scale, np.float32)}
+  updates, metrics = programs.clip(path, loss_scale=scale)(tree, max_norm)
+  assert metrics["global_norm"] == 0 and metrics["clip_factor"] == 1 and metrics["clipped_steps"] == 0
+  # XLA flushes subnormals to zero on some of its threads and not on others.
+  assert np.allclose(np.asarray(updates["w"], np.float64), 1e-39, rtol=1e-5, atol=0) or not np.any(updates["w"])
+  tx = ogc.global_clip(max_norm, loss_scale=scale)
+  gradient = jax.jit(jax.grad(lambda x: tx.update(x, optax.EmptyState())[0]["w"].sum()))(tree)
+  np.testing.assert_allclose(gradient["w"], 1 / scale, rtol=1e-6)
 
 
 @pytest.mark.parametrize("tree, max_norm", [([0.3, 0.4], 10), ([3.0, 4.0], 5), ([3.0, 4.0], np.inf)])

@@ -24,6 +24,9 @@ LEFT_OUT = {
         "test_reference_float64_norms_are_within_1e_6",
     ],
     "is about what is made, refused or read before anything is computed": [
+        "test_a_state_of_a_rule_is_refused_by_a_number_and_not_dropped",
+        "test_a_state_that_was_restored_as_plain_dicts_is_an_error_that_says_how_to_restore_it",
+        "test_a_state_with_another_record_is_refused_and_not_dropped",
         "test_a_state_without_a_monitored_clip_is_an_error_that_names_monitor",
         "test_a_window_without_a_monitor_is_an_error_that_names_it",
         "test_before_the_first_step_all_are_zero",

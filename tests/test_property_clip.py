@@ -37,8 +37,8 @@ def check_clipped(updates, tree, max_norm, flushes=False, **kwargs):
 
 def limit_for(tree, factor):
   """A threshold that clips `tree` by about `factor`, in the dtype of the norm."""
-  limit = oracle.to_norm_dtype(tree, oracle.norm(tree) * factor)
-  assume(0 < limit < np.inf and limit < oracle.to_norm_dtype(tree, oracle.norm(tree)))
+  limit, norm = (oracle.to_norm_dtype(tree, oracle.norm(tree) * by) for by in (factor, 1))
+  assume(0 < limit < np.inf and limit < norm and norm >= np.finfo(norm.dtype).tiny)  # below it a norm counts as 0
   return limit
 
 

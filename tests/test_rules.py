@@ -160,6 +160,18 @@ def test_what_tells_nothing_leaves_no_trace(path, rule, bad):
   assert [dirty[i] for i in (0, 1, 3, 4)] == clean
 
 
+@pytest.mark.parametrize("rule", [ogc.ema_clip(warmup=1), ogc.zclip(warmup=1), ogc.autoclip(50, n=4)],
+                         ids=["ema_clip", "zclip", "autoclip"])
+@pytest.mark.parametrize("make", [ogc.global_clip, ogc.per_tensor_clip])
+def test_a_norm_that_the_loss_scale_makes_subnormal_tells_nothing(path, make, rule):
+  scale = 2.0**15
+  tx = make(rule, loss_scale=scale)
+  state, update = tx.init([jnp.zeros(1)]), jax.jit(tx.update)
+  for norm in (3e-39, 1.0, 1.0):
+    updates, state = update([jnp.full(1, norm * scale, jnp.float32)], state)
+  assert float(updates[0][0]) == 1 and float(state.threshold.sum()) >= 1
+
+
 def test_bounds_hold_in_the_warmup_too(path):
   rule = ogc.ema_clip(factor=2.0, decay=0.5, warmup=2, minimum=3.0, maximum=4.0)
   assert [threshold for threshold, _ in run(rule, [10, 1, 1, 0.1, 0.1, 0.1])] == [4, 4, 4, 3.5, 3, 3]

@@ -26,6 +26,14 @@ def test_a_window_above_the_limit_is_skipped(path):
   assert int(run.state.optimizer_step) == 3 and run.metrics["spike_steps"] == 1 and run.metrics["steps"] == 4
 
 
+@pytest.mark.parametrize("rule", [ogc.SpikeRule(factor=2.0, warmup=1), ogc.SpikeRule(window=4, deviations=3.0, warmup=1)],
+                         ids=["factor", "window"])
+def test_a_norm_that_the_loss_scale_makes_subnormal_tells_nothing(path, rule):
+  scale = 2.0**15
+  run, _ = through(rule, [norm * scale for norm in (3e-39, 1.0, 1.0, 1.0)], loss_scale=scale)
+  assert run.metrics["spike_steps"] == 0 and run.ran
+
+
 def test_a_skip_is_recorded_as_one_and_as_nothing_else(path):
   run, _ = through(ogc.SpikeRule(limit=5), [3, 9], max_norm=2.0, monitor=True)
   metrics = run.metrics
