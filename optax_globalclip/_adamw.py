@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_globalclip import _clip, _fused_step, _reference
+from optax_globalclip import _arguments, _clip, _fused_step, _reference
 from optax_globalclip._clip import global_clip
 from optax_globalclip._fused_step import Coefficients
 from optax_globalclip._leaves import Leaves, dtype_of, on_device
@@ -39,10 +39,21 @@ class AdamW(NamedTuple):
     def power(decay):
       decay = decay if isinstance(decay, jax.Array) else jnp.asarray(decay, count.dtype)
       return 1 - decay.astype(count.dtype) ** count
-    def at(number, counts):
-      return number(jax.tree.leaves(counts)[0]) if callable(number) else number
+    def at(name, counts):
+      number = getattr(self, name)
+      if not callable(number):
+        return number
+      number = number(jax.tree.leaves(counts)[0])
+      _arguments.check_number(f"{name}: what the schedule returned", number)
+      return number
     return Coefficients(self.b1, 1 - self.b1, self.b2, 1 - self.b2, self.eps, self.eps_root, power(self.b1),
-                        power(self.b2), at(self.learning_rate, state.rate), at(self.weight_decay, state.decay))
+                        power(self.b2), at("learning_rate", state.rate), at("weight_decay", state.decay))
+
+  def check(self) -> None:
+    for name in ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay"):
+      number = getattr(self, name)
+      if not callable(number) and not (name == "learning_rate" and number is None):
+        _arguments.check_number(name, number, "; a schedule will do too" if name in ("learning_rate", "weight_decay") else "")
 
   def decays(self, tree: Any) -> list[bool] | None:
     """Which leaves of a tree decay; None where the mask does not say it in Python bools."""
@@ -78,15 +89,39 @@ class AdamWState(NamedTuple):
 
 
 class SteppedTransformation(optax.GradientTransformationExtraArgs):
-  """An `optax.GradientTransformationExtraArgs` with a third function, `step`."""
+  """An `optax.GradientTransformationExtraArgs` with a third function, `step`, which stays with what is copied from it."""
   step: Callable[..., tuple[Any, Any]]
   settings: Any
 
-  def __new__(cls, init: Callable[..., Any], update: Callable[..., Any], step: Callable[..., Any],
+  def __new__(cls, init: Callable[..., Any], update: Callable[..., Any], step: Callable[..., Any] | None = None,
               settings: Any = None) -> Self:
+    # `copy` gives the first two, and the others when it is made.
     self = super().__new__(cls, init, update)
     self.step, self.settings = step, settings
     return self
+
+  def _replace(self, **changes: Any) -> Self:
+    own = dict(init=self.init, update=self.update, step=self.step, settings=self.settings)
+    return type(self)(**(own | changes))
+
+
+class _Same:
+  """Settings in a tree's structure. They may hold arrays, so they are compared by what they are, not by what they hold."""
+
+  def __init__(self, settings: Any) -> None:
+    self.settings = settings
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, _Same) and self.settings is other.settings
+
+  def __hash__(self) -> int:
+    return id(self.settings)
+
+
+# Its functions are leaves, as those of optax's transformations are.
+jax.tree_util.register_pytree_node(
+    SteppedTransformation, lambda tx: ((tx.init, tx.update, tx.step), _Same(tx.settings)),
+    lambda same, functions: SteppedTransformation(*functions, same.settings))
 
 
 class Settings(NamedTuple):
@@ -272,7 +307,7 @@ def clipped_adamw(
 
   Raises:
     ValueError: as `global_clip`; in `step` for parameters or moments of another structure or shape than the gradients'.
-    TypeError: as `global_clip`; in `step` for a state that is not of this structure.
+    TypeError: as `global_clip`; a number of AdamW's that is none; in `step` for a state that is not of this structure.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_globalclip as ogc
@@ -291,6 +326,7 @@ def clipped_adamw(
   options = dict(loss_scale=loss_scale, monitor=monitor, update_dtype=update_dtype, scale_stage=scale_stage,
                  axis_name=axis_name, mesh=mesh, specs=specs)
   adamw = AdamW(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov)
+  adamw.check()
   settings = Settings(adamw, _clip.check(max_norm, on_nonfinite=on_nonfinite, **options))
   in_a_chain = "propagate" if on_nonfinite == "skip" else on_nonfinite
   chain = optax.chain(global_clip(max_norm, on_nonfinite=in_a_chain, **options), adamw.transformation())

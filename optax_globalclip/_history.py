@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from optax_globalclip import _thresholds
+from optax_globalclip._arguments import to_float
 from optax_globalclip._loss_scale import find_states, plain
 from optax_globalclip._monitor import ClipState
 from optax_globalclip._report import clip_metrics, leaf_report
@@ -27,10 +28,13 @@ def _json_value(name: str, value: Any) -> Any:
   if value is None or isinstance(value, (bool, int, str)):
     return value
   if isinstance(value, dict):
-    return {str(key): _json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
+    items = {str(key): _json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
+    if len(items) < len(value):
+      raise ValueError(f"History.write: {name}: expected keys that differ as strings, got {list(value)}")
+    return items
   if isinstance(value, (list, tuple)):
     return [_json_value(f"{name}[{i}]", item) for i, item in enumerate(value)]
-  if isinstance(value, (np.ndarray, np.generic, jax.Array)) and np.asarray(value).dtype.kind in "biufV":
+  if isinstance(value, (np.ndarray, np.generic, jax.Array)) and getattr(value.dtype, "kind", "") in tuple("biufV"):
     array = np.asarray(value)
     return _json_value(name, (array.astype(np.float64) if array.dtype.kind in "fV" else array).tolist())
   if not isinstance(value, float):
@@ -83,7 +87,7 @@ class History:
   """
 
   def __init__(self, path: str | os.PathLike[str], *, max_norm: MaxNorm | None = None, leaves: int | None = 8) -> None:
-    if leaves is not None and leaves < 0:
+    if leaves is not None and (not isinstance(leaves, (int, np.integer)) or leaves < 0):
       raise ValueError(f"History: leaves: expected None or an int of at least 0, got {leaves}")
     self._path, self._leaves = pathlib.Path(path), leaves
     if isinstance(max_norm, jax.core.Tracer):
@@ -91,8 +95,8 @@ class History:
     if max_norm is not None:
       _thresholds.check(max_norm, per_leaf=True)
     constant = max_norm is not None and not _thresholds.follows(max_norm)
-    self._constants = {"threshold": float(max_norm)} if constant else {}
-    self._file = None
+    self._constants = {"threshold": to_float(max_norm)} if constant else {}
+    self._file, self._torn = None, False
     if jax.process_index() == 0:
       self._file = self._open()
 
@@ -128,13 +132,18 @@ class History:
       The line, as `read` gives it.
 
     Raises:
-      ValueError: a name in `more` that the line has already, a negative `step`, or a state without a monitored clip.
+      ValueError: a name in `more` that the line has already, two keys of one name, a negative `step`, or a state without
+        a monitored clip or of several optimizers.
       TypeError: a value that JSON cannot hold, by its name; traced values.
+      OSError: the line could not be written whole: a full disk, say.
     """
     windows = find_states(opt_state, ClippedMultiStepsState)
     metrics = clip_metrics(opt_state)
     if any(isinstance(value, jax.core.Tracer) for value in metrics.values()):
       raise TypeError("History.write: expected concrete arrays, got traced ones: call it outside of jit")
+    if shape := np.shape(metrics["steps"]):
+      raise ValueError(f"History.write: expected the state of one optimizer, got a batch of shape {shape}: take a member, "
+                       "jax.tree.map(lambda x: x[i], opt_state)")
     if step is None and any(plain(window.micro_step) for window in windows):
       return {}
     metrics = dict(zip(metrics, jax.device_get(list(metrics.values())), strict=True))
@@ -151,8 +160,16 @@ class History:
       raise ValueError(f"History.write: {taken[0]} is in the line already: give it another name")
     record = {name: _json_value(name, value) for name, value in (record | more).items()}
     if self._file is not None:
-      self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+      self._append(json.dumps(record, allow_nan=False).encode() + b"\n")
     return _python_value(record)
+
+  def _append(self, line: bytes) -> None:
+    # A full disk takes a part of a line and then raises; the next line begins on its own.
+    rest = memoryview(b"\n" + line if self._torn else line)
+    self._torn = True
+    while rest:
+      rest = rest[self._file.write(rest):]
+    self._torn = False
 
   def close(self) -> None:
     """Closes the file; nothing waits to be written."""

@@ -25,6 +25,12 @@ def norm_dtype(leaves: Sequence[Any]) -> np.dtype:
   return np.dtype(np.float64 if any(dtype_of(leaf) in wide for leaf in leaves) else np.float32)
 
 
+def strong(leaf: Any) -> jax.Array:
+  """A number or an array of a state, whose dtype no later number moves: a weak type would have a step traced twice."""
+  array = jnp.asarray(leaf)
+  return jax.lax.convert_element_type(array, array.dtype) if getattr(array, "weak_type", False) else array
+
+
 def counts(name: str, leaf: Any) -> bool:
   """Whether a leaf counts; raises `TypeError` for one of a kind that neither counts nor passes through."""
   if getattr(leaf, "dtype", None) is None and not isinstance(leaf, (bool, int, float, complex)):
@@ -42,8 +48,9 @@ def short_names(paths: Sequence[tuple]) -> list[str]:
   """Names of leaves for reports: a/0, of one line and of no two leaves; where that fails the full path, ['a'][0]."""
   names = [jax.tree_util.keystr(path, simple=True, separator="/") or "." for path in paths]
   taken = collections.Counter(names)
-  return [name if taken[name] == 1 and name.isprintable() else jax.tree_util.keystr(path)
-          for name, path in zip(names, paths)]
+  full = [jax.tree_util.keystr(path) for path in paths]
+  mixed = [name if taken[name] == 1 and name.isprintable() else path for name, path in zip(names, full)]
+  return mixed if len(set(mixed)) == len(mixed) else full
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ def _check_every_k(every_k: Any) -> None:
                     "in static_args=('every_k',)")
   if isinstance(every_k, bool) or not isinstance(every_k, (int, np.integer)):
     raise TypeError(f"every_k: expected an int or a schedule of the optimizer step, got {every_k!r}")
-  if every_k < 1:
-    raise ValueError(f"every_k: expected at least 1, got {every_k}")
+  if not 1 <= every_k < 2**31:
+    raise ValueError(f"every_k: expected at least 1 and less than 2**31, got {every_k}")
 
 
 def clipped_multi_steps(

@@ -70,7 +70,7 @@ def init(max_norm: Any, params: Any, *, per_leaf: bool = False, counts: bool = T
   if not follows(max_norm):
     return CONSTANT
   like = _like(params, per_leaf)
-  rule_state = jax.tree.map(jnp.asarray, max_norm.init(like)) if is_rule(max_norm) else None
+  rule_state = jax.tree.map(_leaves.strong, max_norm.init(like)) if is_rule(max_norm) else None
   # A schedule has one threshold for all leaves.
   threshold = jnp.zeros(like.shape if is_rule(max_norm) else (), like.dtype)
   return ThresholdState(jnp.zeros((), jnp.int32) if counts else None, rule_state, threshold, None, None)
@@ -134,9 +134,9 @@ def clip(max_norm: Any, rule_state: Any, count: jax.Array | None, leaves: list[j
   return Clipped(numbers._replace(ops=ops), clipped, limit, rule_state, threshold)
 
 
-def _of_schedule(limit: Any) -> jax.Array:
+def _of_schedule(limit: Any) -> Any:
   _arguments.check_number("max_norm: what the schedule returned", limit)
-  return jnp.asarray(limit)
+  return limit
 
 
 def _of_rule(rule: Any, state: Any, numbers: _ops.Numbers, per_leaf: bool, spike: Any, like: jax.Array):

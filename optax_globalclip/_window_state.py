@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_globalclip import _arguments, _clip, _monitor, _reference, _spikes, _thresholds
-from optax_globalclip._leaves import SUPPORTED, Leaves, dtype_of, on_device
+from optax_globalclip._leaves import SUPPORTED, Leaves, dtype_of, on_device, strong
 from optax_globalclip._loss_scale import DynamicLossScale, HysteresisState, LossScaleState
 from optax_globalclip._monitor import ClipState
 from optax_globalclip._thresholds import ThresholdState
@@ -108,7 +108,8 @@ def init(settings: Settings, params: Any) -> ClippedMultiStepsState:
   inner_state = settings.inner.init(widened(params))
   dynamic = settings.dynamic
   return ClippedMultiStepsState(
-      inner_state=jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), inner_state),
+      inner_state=jax.tree.map(lambda x: strong(x) if not hasattr(x, "dtype") or getattr(x, "weak_type", False) else x,
+                               inner_state),
       accumulators=_map_wide(accumulator, params),
       weight_sum=jnp.zeros((), jnp.float32),
       micro_step=jnp.zeros((), jnp.int32),

@@ -114,6 +114,27 @@ def test_every_line_survives_a_process_that_is_killed(tmp_path):
   assert [r["step"] for r in ogc.History.read(file)] == [1, 2, 3, 4, 5]
 
 
+def test_a_line_that_a_full_disk_cuts_off_is_an_error_and_costs_no_other_line(tmp_path):
+  file = tmp_path / "run.jsonl"
+  processes.output(processes.python(f"""
+    import os, resource, signal
+    import jax.numpy as jnp, optax_globalclip as ogc
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    state = ogc.global_clip(1.0, monitor=True).init([jnp.zeros(1)])
+    history = ogc.History({str(file)!r}, max_norm=10**400)
+    for step in range(5):
+      room = os.path.getsize({str(file)!r}) + 50 if step == 2 else resource.RLIM_INFINITY
+      resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+      try:
+        history.write(state, step=step)
+      except OSError:
+        assert step == 2
+      else:
+        assert step != 2
+    """))
+  assert [(line["step"], line["threshold"]) for line in ogc.History.read(file)] == [(step, math.inf) for step in (0, 1, 3, 4)]
+
+
 def test_files_of_another_kind_are_refused_and_left_alone(tmp_path):
   for content in ("not a history\n", '{"lr": 1}\n', "\n1\n"):
     file = tmp_path / "other"
@@ -138,6 +159,14 @@ def test_bad_arguments_are_named(tmp_path):
     jax.jit(lambda s: history.write(s) and 0)(state)
   with pytest.raises(ValueError, match="leaves: expected None or an int of at least 0, got -1"):
     ogc.History(tmp_path / "other.jsonl", leaves=-1)
+  with pytest.raises(ValueError, match="leaves: expected None or an int of at least 0, got 1.5"):
+    ogc.History(tmp_path / "other.jsonl", leaves=1.5)
+  with pytest.raises(TypeError, match="History.write: key: expected numbers"):
+    history.write(state, key=jax.random.key(0))
+  with pytest.raises(ValueError, match=r"History.write: two: expected keys that differ as strings, got \[1, '1'\]"):
+    history.write(state, two={1: 2, "1": 3})
+  with pytest.raises(ValueError, match=r"History.write: expected the state of one optimizer, got a batch of shape \(2,\)"):
+    history.write(jax.tree.map(lambda x: jnp.stack([x, x]), state))
   with pytest.raises(ValueError, match="step: expected at least 0, got -1"):
     history.write(state, step=-1)
   with pytest.raises(ValueError, match="max_norm: expected a number that is not negative and not NaN, got -1.0"):

@@ -24,6 +24,7 @@ PLAIN = {"a": 1.0, "layers": [Layer(2.0, (3.0, 4.0)), {"x": 5.0}], "é": 6.0, "�
 PLAIN_PATHS = ["a", "layers/0/kernel", "layers/0/bias/0", "layers/0/bias/1", "layers/1/x", "é", "名前", "with space"]
 
 TREES = {
+    "a name that is another's full path": {"a": {"b": 3.0}, "a/b": 2.0, "['a']['b']": 1.0},
     "line break": {"one\ntwo": 1.0, "b": 2.0, "z": 3.0},
     "line breaks of every kind": {f"x{c}y": i + 1.0 for i, c in enumerate("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")},
     "break at either end": {"\nb": 1.0, "b": 2.0, "b\n": 3.0, "\n": 4.0},

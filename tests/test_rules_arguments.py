@@ -118,6 +118,20 @@ def test_a_state_of_a_spike_rule_with_another_window_is_refused(made, wanted):
     new.update(X, old.init(X), X)
 
 
+@pytest.mark.parametrize("options", [
+    dict(max_norm=ogc.ema_clip(factor=10**400)), dict(max_norm=ogc.autoclip(minimum=10**400, maximum=10**401)),
+    dict(max_norm=lambda count: 10**400), dict(max_norm=1.0, skip_spikes=ogc.SpikeRule(limit=10**400)),
+    dict(max_norm=1.0, skip_spikes=ogc.SpikeRule(window=4, deviations=10**400)),
+    dict(max_norm=1.0, skip_spikes=ogc.SpikeRule(factor=10**400))],
+    ids=["ema_clip", "autoclip", "schedule", "limit", "deviations", "factor"])
+def test_a_number_beyond_a_float_is_infinite(options):
+  tx = ogc.clipped_multi_steps(optax.sgd(-1.0), **options)
+  state = tx.init(X)
+  for _ in range(3):
+    updates, state = tx.update(X, state, X)
+  np.testing.assert_allclose(updates[0], X[0] if options["max_norm"] != 1.0 else X[0] / 2**0.5, rtol=1e-6)
+
+
 @makers
 def test_a_spike_rule_is_no_threshold(make):
   with pytest.raises(TypeError, match="max_norm: a SpikeRule gives no threshold.*skip_spikes"):

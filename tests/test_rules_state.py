@@ -62,6 +62,29 @@ def test_a_donated_state_gives_the_same_bits(path, rule):
   assert same((updates, state), run(tx, trees(3)))
 
 
+# An optimizer whose state is a weakly typed array.
+WEAK = optax.GradientTransformation(lambda params: jnp.asarray(1.0), lambda updates, state, params=None: (updates, state + 1))
+
+
+class Largest:
+  def init(self, like):
+    return 0.0
+
+  def update(self, state, norm, finite, *, global_norm):
+    return jnp.maximum(state, norm), jnp.maximum(state, norm)
+
+
+@pytest.mark.parametrize("make", [lambda rule: ogc.global_clip(rule), lambda rule: ogc.clipped_multi_steps(WEAK, rule)],
+                         ids=["global_clip", "clipped_multi_steps"])
+def test_a_state_of_python_numbers_is_traced_once(make):
+  tx = make(Largest())
+  update = jax.jit(tx.update)
+  state = tx.init([jnp.zeros(1)])
+  for _ in range(3):
+    _, state = update([jnp.ones(1)], state)
+  assert update._cache_size() == 1
+
+
 @global_rules
 def test_each_member_of_a_batch_has_a_rule_of_its_own(path, rule):
   tx = ogc.global_clip(rule)

@@ -1,6 +1,7 @@
 """Is `clipped_adamw` the chain of the clip and optax's adamw: in its state, its updates, over many steps, and where the
 kernel does not serve?"""
 
+import copy
 import io
 
 import jax
@@ -139,6 +140,23 @@ def test_what_it_does_is_two_calls(path, kind):
   options = OPTIONS.get(kind, dict(monitor=True, on_nonfinite="skip", loss_scale=2.0))
   calls = custom_calls(ogc.clipped_adamw(RATE, 1.0, **options), PARAMS)
   assert calls == {"optax_globalclip_norm_cpu_v2": 1, "optax_globalclip_adamw_cpu_v2": 1}
+
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "tree.map": lambda tx: jax.tree.map(lambda x: x, tx),
+          "_replace": lambda tx: tx._replace(init=tx.init)}
+
+
+@pytest.mark.parametrize("make", [lambda: ogc.clipped_adamw(jnp.float32(0.1), 1.0),
+                                  lambda: ogc.clipped_multi_steps(ogc.clipped_adamw(0.1, np.inf), 1.0)], ids=["step", "windows"])
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_has_the_step(copied, make):
+  tx = make()
+  twin = copied(tx)
+  assert type(twin) is type(tx)
+  hash(jax.tree.structure(twin))  # which equinox.filter_jit asks for
+  for function in ("update", "step"):
+    got, want = (getattr(one, function)(PARAMS, one.init(PARAMS), PARAMS) for one in (twin, tx))
+    assert oracle.same_bits(got, want)
 
 
 def test_wrapped_it_is_the_transformation_that_it_is():
