@@ -36,7 +36,7 @@ def global_norm(tree: Any, *, axis_name: Any = None, mesh: AnyMesh | None = None
 
   Returns:
     A scalar, the same on every device: float64 where a leaf is float64 or complex128, else float32. NaN or infinite
-    where an element is; `inf` where the true norm is beyond the dtype.
+    where an element is; `inf` where the true norm is beyond the dtype, 0 where it is below its normal numbers.
 
   Raises:
     TypeError: for a leaf of another dtype (float8, say), naming its path.
