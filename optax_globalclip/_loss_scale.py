@@ -111,13 +111,10 @@ def _read(name: str, value: Any) -> float | int:
 def find_states(opt_state: Any, kind: type | tuple[type, ...]) -> list[Any]:
   """Every instance of a state class, or of several, anywhere in a nested optimizer state."""
   leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
-  found = [leaf for leaf in leaves if isinstance(leaf, kind)]
-  if not found:
-    _check_restored(opt_state)
-  return found
+  return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
-def _check_restored(opt_state: Any) -> None:
+def check_restored(opt_state: Any) -> None:
   """Raises for a state of which a checkpoint's reader made plain dicts, as it does where it has nothing to restore into."""
   for path, _ in jax.tree_util.tree_leaves_with_path(opt_state):
     if jax.tree_util.DictKey("consecutive_nonfinite") in path:  # a field of every `ClipState`, and no parameter's name
@@ -150,6 +147,7 @@ def current_loss_scale(opt_state: Any) -> jax.Array:
   """
   states = find_states(opt_state, SCALE_STATES)
   if len(states) != 1:
+    check_restored(opt_state)
     raise ValueError(f"current_loss_scale: expected one loss scale in the optimizer state, found {len(states)} "
                      "(clipped_multi_steps keeps one)")
   return plain(states[0].loss_scale)

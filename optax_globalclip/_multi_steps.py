@@ -178,5 +178,6 @@ def has_updated(opt_state: Any) -> jax.Array:
   """
   states = _loss_scale.find_states(opt_state, ClippedMultiStepsState)
   if len(states) != 1:
+    _loss_scale.check_restored(opt_state)
     raise ValueError(f"has_updated: expected one clipped_multi_steps in the optimizer state, found {len(states)}")
   return _loss_scale.plain(states[0].updated)

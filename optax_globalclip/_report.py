@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optax_globalclip import _auto, _leaves, _native, _ops, _stacked
-from optax_globalclip._loss_scale import SCALE_STATES, find_states, plain
+from optax_globalclip._loss_scale import SCALE_STATES, check_restored, find_states, plain
 from optax_globalclip._monitor import ClipState, ElementMetrics
 from optax_globalclip._thresholds import ThresholdState
 
@@ -94,6 +94,7 @@ def clip_metrics(opt_state: Any) -> dict[str, jax.Array]:
   """
   states = find_states(opt_state, ClipState)
   if len(states) != 1:
+    check_restored(opt_state)
     raise ValueError(f"clip_metrics: expected an optimizer state with one monitored clip, found {len(states)} in a "
                      f"{type(opt_state).__name__} (clipped_multi_steps always records, global_clip and per_tensor_clip "
                      "with monitor=True)")
@@ -198,6 +199,7 @@ def leaf_report(opt_state_or_tree: Any, *, stacked_axis: Any = None) -> LeafRepo
     raise ValueError(f"leaf_report: the optimizer state holds no monitored clip ({_WITH_MONITOR})")
   else:
     tree = opt_state_or_tree
+    check_restored(tree)
     _check_concrete(jax.tree.leaves(tree))
     leaves = _leaves.split_leaves(tree if stacked_axis is None else _stacked.split(tree, stacked_axis)[0])
     numbers = _ops.measure(leaves.arrays, leaf_norms=True)
