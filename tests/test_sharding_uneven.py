@@ -13,6 +13,8 @@ import sharded
 from jax.sharding import NamedSharding
 from sharded import AUTO, EXPLICIT, P, line, make_mesh, put
 
+pytestmark = pytest.mark.reference_repeats
+
 
 def lie(x, mesh, spec):
   return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
