@@ -18,7 +18,7 @@ import sharded
 from jax.experimental import checkify
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
-pytestmark = pytest.mark.reference_repeats
+pytestmark = [pytest.mark.slow, pytest.mark.reference_repeats]
 
 INF, NAN = np.inf, np.nan
 

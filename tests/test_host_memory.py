@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
-pytestmark = pytest.mark.reference_repeats
+pytestmark = [pytest.mark.slow, pytest.mark.reference_repeats]
 
 VALUES = {"a": np.full(8, 2, np.float32), "b": np.ones(4, np.float32)}  # norm 6
 WEIGHTS = {"a": np.arange(8, dtype=np.float32), "b": np.float32([1, -1, 2, -2])}

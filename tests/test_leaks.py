@@ -11,7 +11,7 @@ import pytest
 import sharded
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
-pytestmark = pytest.mark.reference_repeats
+pytestmark = [pytest.mark.slow, pytest.mark.reference_repeats]
 
 # Each takes a tree and returns the clipped one, or anything else.
 

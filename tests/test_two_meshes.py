@@ -13,7 +13,7 @@ import sharded
 from jax.sharding import NamedSharding
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
-pytestmark = pytest.mark.reference_repeats
+pytestmark = [pytest.mark.slow, pytest.mark.reference_repeats]
 
 # A dense layer and an expert, each on a mesh of its own. Norm sqrt(108 + 100).
 VALUES = {"dense": np.full(12, 3, np.float32), "expert": np.full((2, 2), 5, np.float32)}
