@@ -18,7 +18,7 @@ import sharded
 from jax.experimental import serialize_executable
 from sharded import AUTO, EXPLICIT, P, make_mesh
 
-pytestmark = pytest.mark.reference_repeats
+pytestmark = [pytest.mark.slow, pytest.mark.reference_repeats]
 
 HERE = str(pathlib.Path(__file__).parent)
 SPECS = {"w": P("x", "y"), "b": P()}

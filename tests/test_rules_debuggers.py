@@ -8,7 +8,7 @@ import optax_globalclip as ogc
 import pytest
 from jax.experimental import checkify
 
-pytestmark = pytest.mark.reference_repeats
+pytestmark = [pytest.mark.slow, pytest.mark.reference_repeats]
 
 TREE = [np.float32([3, 4]), np.float32([0.5])]
 BOUND = dict(maximum=100.0)  # no infinity in the warm-up either
