@@ -93,8 +93,9 @@ def find_runs(paths: Sequence[str]) -> dict[str, list[dict]]:
   begun = {name: records for name, records in runs.items() if records}
   if not begun:
     raise ValueError(f"{', '.join(runs)}: no step is written yet")
-  for name in runs.keys() - begun.keys():
-    print(f"{name}: no step is written yet", file=sys.stderr)
+  for name, records in runs.items():
+    if not records:
+      print(f"{name}: no step is written yet", file=sys.stderr)
   return begun
 
 
