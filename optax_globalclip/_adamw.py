@@ -40,20 +40,17 @@ class AdamW(NamedTuple):
       decay = decay if isinstance(decay, jax.Array) else jnp.asarray(decay, count.dtype)
       return 1 - decay.astype(count.dtype) ** count
     def at(name, counts):
-      number = getattr(self, name)
-      if not callable(number):
-        return number
-      number = number(jax.tree.leaves(counts)[0])
-      _arguments.check_number(f"{name}: what the schedule returned", number)
-      return number
+      return _arguments.at(name, getattr(self, name), next(iter(jax.tree.leaves(counts)), None))
     return Coefficients(self.b1, 1 - self.b1, self.b2, 1 - self.b2, self.eps, self.eps_root, power(self.b1),
                         power(self.b2), at("learning_rate", state.rate), at("weight_decay", state.decay))
 
   def check(self) -> None:
-    for name in ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay"):
+    for name in ("b1", "b2", "eps", "eps_root"):
+      _arguments.check_number(name, getattr(self, name))
+    for name in ("learning_rate", "weight_decay"):
       number = getattr(self, name)
       if not callable(number) and not (name == "learning_rate" and number is None):
-        _arguments.check_number(name, number, "; a schedule will do too" if name in ("learning_rate", "weight_decay") else "")
+        _arguments.check_number(name, number, "; a schedule will do too")
 
   def decays(self, tree: Any) -> list[bool] | None:
     """Which leaves of a tree decay; None where the mask does not say it in Python bools."""

@@ -56,17 +56,25 @@ def to_float(value: Any) -> float:
     return np.inf if value > 0 else -np.inf
 
 
-def to_float32(value: Any) -> np.float32:
-  with np.errstate(over="ignore"):
-    return np.float32(to_float(value))
-
-
-def as_scalar(value: Any, dtype) -> jax.Array:
-  """A number as a scalar of `dtype`, without reading it where it is traced."""
+def as_dtype(value: Any, dtype) -> Any:
+  """A number in `dtype`, rounded once; a traced one is not read."""
   if isinstance(value, jax.Array):
     return value.astype(dtype)
   with np.errstate(over="ignore"):
-    return jnp.asarray(np.float64(to_float(value)).astype(dtype))
+    return np.float64(to_float(value)).astype(dtype)
+
+
+def as_scalar(value: Any, dtype) -> jax.Array:
+  return jnp.asarray(as_dtype(value, dtype))
+
+
+def at(name: str, number: Any, count: Any) -> Any:
+  """A number as it is, or what a schedule says at `count`."""
+  if not callable(number):
+    return number
+  number = number(count)
+  check_number(f"{name}: what the schedule returned", number)
+  return number
 
 
 def check_max_norm(max_norm: Any, hint: str = "") -> None:
@@ -77,14 +85,14 @@ def check_max_norm(max_norm: Any, hint: str = "") -> None:
 
 def check_loss_scale(loss_scale: Any) -> None:
   check_number("loss_scale", loss_scale, "; clipped_multi_steps takes a DynamicLossScale too")
-  if not isinstance(loss_scale, jax.Array) and not usable_scale(to_float32(loss_scale)):
+  if not isinstance(loss_scale, jax.Array) and not usable_scale(as_dtype(loss_scale, np.float32)):
     raise ValueError("loss_scale: expected a positive number that is finite and not subnormal in float32, got "
                      f"{loss_scale!r}")
 
 
 def check_weight(weight: Any) -> None:
   check_number("weight", weight)
-  if not isinstance(weight, jax.Array) and not usable_weight(to_float32(weight)):
+  if not isinstance(weight, jax.Array) and not usable_weight(as_dtype(weight, np.float32)):
     raise ValueError("weight: expected a number that is not negative, finite in float32, and 0 or not subnormal there; "
                      f"got {weight!r}")
 

@@ -25,10 +25,12 @@ def norm_dtype(leaves: Sequence[Any]) -> np.dtype:
   return np.dtype(np.float64 if any(dtype_of(leaf) in wide for leaf in leaves) else np.float32)
 
 
-def strong(leaf: Any) -> jax.Array:
-  """A number or an array of a state, whose dtype no later number moves: a weak type would have a step traced twice."""
+def strong(leaf: Any) -> Any:
+  """A state's leaf, as an array whose dtype no later number moves: a weak type would have a step traced twice."""
+  if hasattr(leaf, "dtype") and not getattr(leaf, "weak_type", False):
+    return leaf
   array = jnp.asarray(leaf)
-  return jax.lax.convert_element_type(array, array.dtype) if getattr(array, "weak_type", False) else array
+  return jax.lax.convert_element_type(array, array.dtype)
 
 
 def counts(name: str, leaf: Any) -> bool:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_globalclip._arguments import to_float, to_float32, usable_scale
+from optax_globalclip._arguments import as_dtype, to_float, usable_scale
 
 
 class LossScaleState(NamedTuple):
@@ -102,7 +102,7 @@ def _read(name: str, value: Any) -> float | int:
   if isinstance(value, (bool, np.bool_)) or not isinstance(value, kinds):
     raise TypeError(f"DynamicLossScale: {name}: expected {'an int' if whole else 'a number'}, got {value!r}")
   number = int(value) if whole else to_float(value)
-  if not usable_scale(to_float32(number)):
+  if not usable_scale(as_dtype(number, np.float32)):
     raise ValueError(f"DynamicLossScale: {name}: expected a positive number that is finite and not subnormal in float32, "
                      f"got {value!r}")
   return number

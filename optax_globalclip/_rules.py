@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_globalclip import _statistics
-from optax_globalclip._arguments import check_bounds, check_decay, check_positive, check_whole
-from optax_globalclip._statistics import as_dtype
+from optax_globalclip._arguments import as_dtype, check_bounds, check_decay, check_positive, check_whole
 
 
 @runtime_checkable

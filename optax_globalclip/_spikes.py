@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_globalclip import _arguments, _compat, _reference, _statistics
-from optax_globalclip._statistics import as_dtype
+from optax_globalclip._arguments import as_dtype
 
 
 class SpikeState(NamedTuple):

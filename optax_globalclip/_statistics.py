@@ -10,17 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_globalclip import _reference
-from optax_globalclip._arguments import to_float
-
-
-def as_dtype(number: Any, dtype) -> Any:
-  """A number of a rule in the dtype of the norms, rounded once; a traced one is not read."""
-  return number.astype(dtype) if isinstance(number, jax.Array) else _narrow(to_float(number), dtype)
-
-
-def _narrow(number: float, dtype) -> Any:
-  with np.errstate(over="ignore"):
-    return np.float64(number).astype(dtype)
+from optax_globalclip._arguments import as_dtype
 
 
 class Mean(NamedTuple):

@@ -70,7 +70,7 @@ def init(max_norm: Any, params: Any, *, per_leaf: bool = False, counts: bool = T
   if not follows(max_norm):
     return CONSTANT
   like = _like(params, per_leaf)
-  rule_state = jax.tree.map(_leaves.strong, max_norm.init(like)) if is_rule(max_norm) else None
+  rule_state = jax.tree.map(lambda x: _leaves.strong(jnp.asarray(x)), max_norm.init(like)) if is_rule(max_norm) else None
   # A schedule has one threshold for all leaves.
   threshold = jnp.zeros(like.shape if is_rule(max_norm) else (), like.dtype)
   return ThresholdState(jnp.zeros((), jnp.int32) if counts else None, rule_state, threshold, None, None)
@@ -121,8 +121,7 @@ def clip(max_norm: Any, rule_state: Any, count: jax.Array | None, leaves: list[j
   """
   dtype = _leaves.norm_dtype(leaves)
   if not is_rule(max_norm):
-    limit = _of_schedule(max_norm(count)) if callable(max_norm) else max_norm
-    limit = _arguments.as_scalar(limit, dtype)
+    limit = _arguments.as_scalar(_arguments.at("max_norm", max_norm, count), dtype)
     numbers, clipped = _ops.clip(leaves, limit, loss_scale, options, placement)
     return Clipped(numbers, clipped, limit, rule_state, limit)
   numbers = _ops.clip(leaves, 0, loss_scale, options._replace(scales=False), placement)[0]
@@ -132,11 +131,6 @@ def clip(max_norm: Any, rule_state: Any, count: jax.Array | None, leaves: list[j
     limit = jnp.concatenate([jnp.ones((1,), dtype), limit])  # the tree as a whole is not clipped
   ops, clipped = _ops.clip_at(numbers, limit, loss_scale, leaves, options, placement)
   return Clipped(numbers._replace(ops=ops), clipped, limit, rule_state, threshold)
-
-
-def _of_schedule(limit: Any) -> Any:
-  _arguments.check_number("max_norm: what the schedule returned", limit)
-  return limit
 
 
 def _of_rule(rule: Any, state: Any, numbers: _ops.Numbers, per_leaf: bool, spike: Any, like: jax.Array):

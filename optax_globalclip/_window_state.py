@@ -108,8 +108,7 @@ def init(settings: Settings, params: Any) -> ClippedMultiStepsState:
   inner_state = settings.inner.init(widened(params))
   dynamic = settings.dynamic
   return ClippedMultiStepsState(
-      inner_state=jax.tree.map(lambda x: strong(x) if not hasattr(x, "dtype") or getattr(x, "weak_type", False) else x,
-                               inner_state),
+      inner_state=jax.tree.map(strong, inner_state),
       accumulators=_map_wide(accumulator, params),
       weight_sum=jnp.zeros((), jnp.float32),
       micro_step=jnp.zeros((), jnp.int32),

@@ -65,7 +65,7 @@ def test_leaves_of_other_dtypes_are_refused_by_name(path):
     (dict(max_norm=1.0, update_dtype="int8"), TypeError, "update_dtype"), (dict(max_norm=1.0, scale_stage="gpu"), ValueError, "scale_stage"),
     (dict(max_norm=1.0, axis_name=3), TypeError, "axis_name"),
     (dict(max_norm=1.0, learning_rate=jnp.array([0.1])), TypeError, r"learning_rate: .*a schedule will do.*shape \(1,\)"),
-    (dict(max_norm=1.0, b2="0.9"), TypeError, "b2"), (dict(max_norm=1.0, weight_decay=None), TypeError, "weight_decay"),
+    (dict(max_norm=1.0, b2="0.9"), TypeError, "b2"), (dict(max_norm=1.0, b1=lambda count: 0.9), TypeError, "b1"), (dict(max_norm=1.0, weight_decay=None), TypeError, "weight_decay"),
 ])
 def test_options_are_checked_when_it_is_made(options, error, words):
   with pytest.raises(error, match=words):
