@@ -14,7 +14,7 @@ from optax_globalclip import _thresholds
 from optax_globalclip._arguments import to_float
 from optax_globalclip._loss_scale import find_states, plain
 from optax_globalclip._monitor import ClipState
-from optax_globalclip._report import clip_metrics, leaf_report
+from optax_globalclip._report import check_one, clip_metrics, leaf_report
 from optax_globalclip._types import MaxNorm
 from optax_globalclip._window_state import ClippedMultiStepsState
 
@@ -137,14 +137,11 @@ class History:
       TypeError: a value that JSON cannot hold, by its name; traced values.
       OSError: the line could not be written whole: a full disk, say.
     """
-    windows = find_states(opt_state, ClippedMultiStepsState)
     metrics = clip_metrics(opt_state)
     if any(isinstance(value, jax.core.Tracer) for value in metrics.values()):
       raise TypeError("History.write: expected concrete arrays, got traced ones: call it outside of jit")
-    if shape := np.shape(metrics["steps"]):
-      raise ValueError(f"History.write: expected the state of one optimizer, got a batch of shape {shape}: take a member, "
-                       "jax.tree.map(lambda x: x[i], opt_state)")
-    if step is None and any(plain(window.micro_step) for window in windows):
+    check_one("History.write", np.shape(metrics["steps"]))
+    if step is None and any(plain(window.micro_step) for window in find_states(opt_state, ClippedMultiStepsState)):
       return {}
     metrics = dict(zip(metrics, jax.device_get(list(metrics.values())), strict=True))
     step = operator.index(metrics["steps"] if step is None else step)

@@ -148,6 +148,13 @@ def _check_concrete(arrays: list[jax.Array]) -> None:
                     "gradients that came out")
 
 
+def check_one(function: str, batch: tuple[int, ...]) -> None:
+  """Raises for the state of a batch of optimizers."""
+  if batch:
+    raise ValueError(f"{function}: expected the state of one optimizer, got a batch of shape {batch}: take a member, "
+                     "jax.tree.map(lambda x: x[i], opt_state)")
+
+
 _WITH_MONITOR = "global_clip, per_tensor_clip and clipped_multi_steps record leaves with monitor=True"
 
 
@@ -191,9 +198,7 @@ def leaf_report(opt_state_or_tree: Any, *, stacked_axis: Any = None) -> LeafRepo
     fields = [plain(field) for field in recorded[0][:3]]
     _check_concrete(fields)
     norms, nonfinite, encoded = map(np.asarray, fields)
-    if norms.ndim != 1:
-      raise ValueError(f"leaf_report: expected the state of one optimizer, got a batch of shape {norms.shape[:-1]}: take "
-                       "a member, jax.tree.map(lambda x: x[i], opt_state)")
+    check_one("leaf_report", norms.shape[:-1])
     paths = encoded.tobytes().decode().split("\n") if norms.size else []
   elif _is_optimizer_state(opt_state_or_tree):
     raise ValueError(f"leaf_report: the optimizer state holds no monitored clip ({_WITH_MONITOR})")
